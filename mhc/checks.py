@@ -1,0 +1,35 @@
+"""Argument checks whose messages name the argument, its value and what is accepted."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Dim = int | str  # an int is required; a letter is bound by the first tensor that has it
+
+
+def check(dims: dict[str, int], device: torch.device, **specs: tuple[Tensor, torch.dtype, tuple[Dim, ...]]) -> None:
+    """Check dtype, shape, contiguity and device of named tensors.
+
+    Args:
+        dims: sizes of the letters known so far; letters first met here are added, so that shapes bind each other.
+        device: where every tensor must live.
+        specs: name -> (tensor, dtype, shape), a shape being ints and letters.
+
+    Raises:
+        ValueError: the first mismatch, e.g. `x must be bfloat16 [T, 4096], got float32 [3, 4096]`.
+    """
+    for name, (tensor, dtype, shape) in specs.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        want = f"{str(dtype).removeprefix('torch.')} [{', '.join(str(dims.get(str(d), d)) for d in shape)}]"
+        got = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        fits = tensor.dtype == dtype and tensor.dim() == len(shape)
+        for dim, size in zip(shape, tensor.shape, strict=False):
+            fits = fits and size == (dim if isinstance(dim, int) else dims.setdefault(dim, size))
+        if not fits:
+            raise ValueError(f"{name} must be {want}, got {got}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())} for {got}")
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on {device}, got {tensor.device}")
