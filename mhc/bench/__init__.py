@@ -1,0 +1,1 @@
+"""Timing, peers, hardware limits and the records that every figure is redrawn from."""
