@@ -1,0 +1,27 @@
+"""RMSNorm, learned and unweighted, computed in fp32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
+    """`x * rsqrt(mean(x^2) + eps) * weight` over the last dimension, rounded once to `x`'s dtype."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        wide = wide * weight.to(torch.float32)
+    return wide.to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """`rms_norm` with a learned weight [width]."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.eps, self.weight)
