@@ -1,73 +1,48 @@
-"""Where a figure comes from: commit, versions, hardware, and the records that were replayed."""
+"""What the report's head says: commit, versions and hardware of this run, and the records that it replays."""
 
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
-import platform
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "tilelang", "vllm", "numpy")
+from mhc.bench import machine
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def provenance(records: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
-    """What the report's head shows: `facts` (name to text) and `records`, the replayed runs.
+    """`facts` (name to text) of this run, and `records`: the given run lines, each file once.
 
-    Each record says in `kernels` whether `mhc/kernels` is today what it was when the record was made.
+    A record's `kernels` says whether `mhc/kernels` is today what it was at the record's commit.
     """
-    commit = _git("rev-parse", "--short=10", "HEAD")
-    dirty = " with uncommitted changes" if commit and _git("status", "--porcelain") else ""
+    try:
+        commit, dirty = machine.git_state()
+        built_from = commit[:10] + (" with uncommitted changes" if dirty else "")
+    except RuntimeError:
+        built_from = "unknown: neither a git checkout nor MHC_GIT_SHA"
     facts = {
-        "commit": f"{commit}{dirty}" if commit else "unknown: not a git checkout",
+        "commit": built_from,
         "built": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
-        "versions": ", ".join([f"python {platform.python_version()}", *_versions()]),
-        "CPU": f"{cpu_name()}, {os.cpu_count()} cores",
-        "GPU": gpu_name() or "none here: GPU figures are replayed from the records below",
+        "versions": ", ".join(f"{name} {version}" for name, version in machine.versions().items()),
+        "CPU": f"{machine.host_cpu()}, {os.cpu_count()} cores",
+        "GPU": machine.gpu_state()["gpu"] or "none here: GPU figures are replayed from records",
     }
-    unique = {record["file"]: record | {"kernels": _kernels_since(record.get("git"))} for record in records}
+    unique = {record["file"]: record | {"kernels": kernels_since(record["git"])} for record in records}
     return {"facts": facts, "records": list(unique.values())}
 
 
-def cpu_name() -> str:
-    """The processor's marketing name, else its architecture."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def gpu_name() -> str:
-    """The first GPU's name, or an empty text."""
-    import torch
-
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
-
-
-def _versions() -> list[str]:
-    found = []
-    for name in PACKAGES:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            found.append(f"no {name}")
-    return found
-
-
-def _kernels_since(commit: str | None) -> str:
-    if not commit or not _git("cat-file", "-t", commit):
-        return "unknown commit"
-    return "changed since" if _git("diff", "--name-only", commit, "--", "mhc/kernels") else "as recorded"
-
-
-def _git(*arguments: str) -> str:
-    """A git command's output; empty where there is no git, no repository or no such object."""
+def kernels_since(commit: str) -> str:
+    """`as recorded`, `changed since`, or `unknown commit` (a record of another repository or branch)."""
+    git = ["git", "-C", str(ROOT)]
     try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        known = subprocess.run([*git, "cat-file", "-e", f"{commit}^{{commit}}"], capture_output=True, check=False)
+        same = subprocess.run([*git, "diff", "--quiet", commit, "--", "mhc/kernels"], capture_output=True, check=False)
     except OSError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+        return "unknown commit"
+    if known.returncode:
+        return "unknown commit"
+    return "changed since" if same.returncode else "as recorded"

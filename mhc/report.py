@@ -73,15 +73,18 @@ def recorded(path: str | Path) -> dict[str, Any]:
     """
     from IPython.display import display
 
+    from mhc.bench.records import caption
+
     path = Path(path)
     with path.open() as file:
         run = json.loads(file.readline() or "null")
     if not isinstance(run, dict) or run.get("record") != "run":
         raise ValueError(f"path must name a record whose first line is a run, got {path}")
-    text = f"Recorded on {run.get('gpu') or run.get('host_cpu')}, {run.get('started')}, {run.get('git')}"
-    text += " (dirty)" if run.get("dirty") else ""
-    content = {"file": path.name} | run
-    display({RECORD_MIME: content, "text/markdown": f"*{text}: {path.name}*", "text/plain": text}, raw=True)
+    text = caption(run)
+    display(
+        {RECORD_MIME: {"file": path.name} | run, "text/markdown": f"*{text} ({path.name})*", "text/plain": text},
+        raw=True,
+    )
     return run
 
 
@@ -100,18 +103,21 @@ class Notebook:
         return [output["data"][mime] for output in outputs if mime in output.get("data", {})]
 
 
-def execute(path: Path, *, small: bool = False, first_cell: str = "", timeout_s: int = 1800) -> Notebook:
-    """Run a notebook in its own folder, every cell, with a line of progress a cell.
+def execute(
+    path: Path, *, small: bool = False, first_cell: str = "", stop_on_error: bool = False, timeout_s: int = 1800
+) -> Notebook:
+    """Run a notebook in its own folder, with a line of progress a cell.
 
     Args:
         path: the .ipynb; it is read, never written.
         small: apply each cell's `nbmake.mock`, as `make test` does.
         first_cell: code to run before the notebook's own cells.
+        stop_on_error: False runs the cells after a failed one, too.
         timeout_s: limit for one cell; the notebook stops there.
     """
     import nbformat
     from nbclient import NotebookClient
-    from nbclient.exceptions import CellTimeoutError, DeadKernelError
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
     node = nbformat.read(path, as_version=4)
     if first_cell:
@@ -127,14 +133,17 @@ def execute(path: Path, *, small: bool = False, first_cell: str = "", timeout_s:
         node,
         timeout=timeout_s,
         kernel_name="python3",
-        allow_errors=True,
+        allow_errors=not stop_on_error,
         coalesce_streams=True,
+        extra_arguments=["--log-level=40"],  # ipykernel 7 warns of loopback TCP in every kernel
         resources={"metadata": {"path": str(path.resolve().parent)}},
         on_cell_execute=progress.start,
         on_cell_executed=progress.done,
     )
     try:
         client.execute()
+    except CellExecutionError:
+        pass  # stop_on_error; the cell's output tells below
     except (CellTimeoutError, DeadKernelError) as error:
         text = str(error).strip().splitlines()[0]
         print(f" {text}")

@@ -34,12 +34,16 @@ LOADED = re.compile(
     r"<script|<link|<iframe|\b(?:src|href)\s*=\s*[\"']?(?:https?:)?//|@import|url\(\s*[\"']?(?!data:)", re.I
 )
 
+# what unbalanced dollars or environments leave behind
+RAW_TEX = re.compile(r"\\[A-Za-z]{2,}|\$\$")
+CODE = re.compile(r"<(pre|code)\b.*?</\1>", re.S)
+
 
 def render(notebooks: Sequence[Notebook], *, small: bool = False) -> str:
     """The page, as text.
 
     Raises:
-        ValueError: a formula is not valid TeX (which one, and where), or an output would load something.
+        ValueError: a formula is not valid TeX (the message names it), or an output would load something.
     """
     articles, contents, claims, records = [], [], [], []
     for notebook in notebooks:
@@ -62,8 +66,8 @@ def render(notebooks: Sequence[Notebook], *, small: bool = False) -> str:
         style=Markup(_style()),
     )
     page = page.replace("/* maths font */", _math_font(page))
-    if found := LOADED.search(re.sub(r"<(pre|code)\b.*?</\1>", "", page, flags=re.S)):
-        raise ValueError(f"the report must load nothing, found {page[max(0, found.start() - 80) : found.end() + 80]!r}")
+    if found := LOADED.search(CODE.sub("", page)):
+        raise ValueError(f"the report must load nothing, found {found.string[max(0, found.start() - 80) :][:200]!r}")
     return page
 
 
@@ -74,14 +78,14 @@ class _Markdown(IPythonRenderer):
         super().__init__(escape=False, embed_images=True, attachments=attachments or {}, path=folder)
         self.prefix = prefix
         self.headings: list[dict[str, Any]] = []
-        self.to_mathml = LatexToMathML()
+        self.to_mathml = LatexToMathML(fancy_error=False, id_prefix=f"{prefix}-")
 
     def _math(self, tex: str, display: bool) -> str:
         try:
-            return self.to_mathml.convert_with_local_state(tex, displaystyle=display)
+            # global state: equations are numbered through the notebook
+            return self.to_mathml.convert_with_global_state(tex, displaystyle=display)
         except LatexError as error:
-            reason = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
-            raise ValueError(f"{self.prefix}: the formula {tex.strip()!r} is not valid TeX: {reason}") from None
+            raise ValueError(f"{self.prefix}: the formula {tex.strip()!r} is not valid TeX: {error}") from None
 
     def inline_math(self, body: str) -> str:
         return self._math(body, display=False)
@@ -114,7 +118,10 @@ class _Body:
         self.claims: list[dict[str, Any]] = []
 
     def markdown(self, text: str) -> Markup:
-        return Markup(MarkdownWithMath(renderer=self.renderer).render(text))
+        rendered = MarkdownWithMath(renderer=self.renderer).render(text)
+        if raw := RAW_TEX.search(CODE.sub("", rendered)):
+            raise ValueError(f"{self.notebook.name}: TeX outside of any formula, {raw[0]!r} in {text.strip()[:200]!r}")
+        return Markup(rendered)
 
     def cell(self, cell: NotebookNode) -> dict[str, Any] | None:
         if cell.cell_type == "markdown":
