@@ -1,14 +1,17 @@
 """DSpark on DeepSeek-V4's block: draft model, miniature target, exact speculative decoding."""
 
 from mhc.dspark.anchored import AnchoredOutput, anchored_forward
+from mhc.dspark.batch import Completion
 from mhc.dspark.cache import LatentCache
 from mhc.dspark.config import V4Config
 from mhc.dspark.draft import DraftOutput, DSparkDraft
+from mhc.dspark.generate import generate
 from mhc.dspark.initialise import initialise, to_inference
 from mhc.dspark.target import SharedEmbeddings, Target, TargetOutput
 
 __all__ = [
     "AnchoredOutput",
+    "Completion",
     "DSparkDraft",
     "DraftOutput",
     "LatentCache",
@@ -17,6 +20,7 @@ __all__ = [
     "TargetOutput",
     "V4Config",
     "anchored_forward",
+    "generate",
     "initialise",
     "to_inference",
 ]

@@ -22,6 +22,9 @@ class V4Block(nn.Module):
     The maps around the sub-layers are called by `run_blocks`, which fuses a post with the next pre across blocks.
     """
 
+    hc_attn_fn: nn.Parameter  # [M, hc * H] fp32
+    hc_ffn_fn: nn.Parameter
+
     def __init__(self, config: V4Config) -> None:
         super().__init__()
         mhc = config.mhc

@@ -11,9 +11,9 @@ from mhc.dspark.config import V4Config
 class LatentCache:
     """Rotated latents of `layers` layers for R requests: the target's KV cache, or the draft's context.
 
-    A row at absolute position p lies in slot p, so rejected rows need no clean-up: they are never visible (visibility is
-    a matter of positions) and the next write to their position replaces them. Slot `capacity` is the bin: rows written
-    with `valid` false go there and are never read.
+    A row at absolute position p lies in slot p, so rejected rows need no clean-up: visibility is a matter of positions,
+    and the next write to a position replaces what was there. Slot `capacity` is the bin: rows written with `valid`
+    false go there and are never read.
 
     Args:
         config: shapes.

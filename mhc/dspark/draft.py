@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ class DSparkDraft(nn.Module):
         self.config = config
         self.main_proj = nn.Linear(len(config.aux_layers) * config.hidden_size, config.hidden_size, bias=False)
         self.main_norm = RMSNorm(config.hidden_size, mhc.norm_eps)
-        self.layers = nn.ModuleList(V4Block(config) for _ in range(config.draft_layers))
+        self.layers: Sequence[V4Block] = nn.ModuleList(V4Block(config) for _ in range(config.draft_layers))  # type: ignore[assignment]
         self.norm = RMSNorm(config.hidden_size, mhc.norm_eps)
         self.hc_head_fn = nn.Parameter(torch.empty(mhc.hc_mult, mhc.hc_mult * mhc.hidden_size))
         self.hc_head_base = nn.Parameter(torch.zeros(mhc.hc_mult))

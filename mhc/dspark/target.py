@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ class Target(SharedEmbeddings):
         super().__init__(config)
         mhc = config.mhc
         self.config = config
-        self.layers = nn.ModuleList(V4Block(config) for _ in range(config.num_layers))
+        self.layers: Sequence[V4Block] = nn.ModuleList(V4Block(config) for _ in range(config.num_layers))  # type: ignore[assignment]
         self.norm = RMSNorm(config.hidden_size, mhc.norm_eps)
         self.hc_head_fn = nn.Parameter(torch.empty(mhc.hc_mult, mhc.hc_mult * mhc.hidden_size))
         self.hc_head_base = nn.Parameter(torch.zeros(mhc.hc_mult))
