@@ -13,6 +13,9 @@ from collections.abc import Sequence
 
 # command: (module, one line of help); the line stands here so that the list needs no import
 COMMANDS = {
+    "gsm8k": ("mhc.gsm8k.command", "ask GSM8K of the miniature pair or of any OpenAI-compatible server"),
+    "train": ("mhc.dspark.train_command", "train the miniature target and its DSpark draft"),
+    "bench": ("mhc.bench.command", "time kernels, peers and floors on this GPU; pack wheels for offline hosts"),
     "report": ("mhc.report", "execute the notebooks and render build/report.html"),
 }
 

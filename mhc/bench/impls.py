@@ -1,0 +1,237 @@
+"""What is timed: for every op and implementation a closure a buffer set, and its check against fp64.
+
+`prepare` returns closures that are ready to be timed, or raises `Skip` with the status and the reason that go into
+the record. Nothing is timed that did not first agree with the fp64 formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mhc
+from mhc import reference
+from mhc.bench import floor, peers, timing
+from mhc.bench.inputs import Buffers, Inputs
+from mhc.bench.work import IMPLS, work
+from mhc.config import MHCConfig
+
+Outputs = tuple[Tensor | None, ...]
+BF16 = torch.bfloat16
+# worst absolute error of post and comb; the peers' projections are TF32
+TOLERANCE_FP32, TOLERANCE_TF32 = 5e-5, 1e-2
+STEP_BF16 = 2.0**-6  # two bf16 steps, relative, for what is rounded to bf16 twice
+
+
+class Skip(Exception):
+    """A point that is not timed: `status` is failed, skipped or absent."""
+
+    def __init__(self, status: str, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.reason = status, reason
+
+
+def prepare(inputs: Inputs, op: str, impl: str, tokens: int, sets: int) -> tuple[list[timing.Call], float | None]:
+    """Closures for `sets` buffer sets, and the worst absolute error of post and comb on the first.
+
+    Args:
+        inputs: of the hidden size wanted.
+        op, impl: see `mhc.bench.work.IMPLS`.
+        tokens: T.
+        sets: 1 for warm L2; `timing.cold_sets` for cold.
+
+    Returns:
+        (closures, error); the error is None for the floors, which compute nothing.
+
+    Raises:
+        Skip: the implementation is absent, raises, or is wrong.
+        ValueError: op or impl is unknown.
+    """
+    if op not in IMPLS or impl not in IMPLS[op]:
+        raise ValueError(f"op and impl must be of mhc.bench.work.IMPLS, got {op!r}, {impl!r}")
+    if impl == "floor_launch":
+        return [floor.launch()] * sets, None
+    if impl == "floor_copy":
+        return [_floor(op, inputs, tokens) for _ in range(sets)], None
+    buffers = inputs.buffers(tokens, sets)
+    try:
+        calls: list[Callable[[], Any]] = [CALLS[op](impl, inputs, b) for b in buffers]
+        _poison(inputs, tokens)
+        outputs = calls[0]()
+    except peers.Absent as error:
+        raise Skip("absent", str(error)) from error
+    except NotImplementedError as error:
+        raise Skip("absent", str(error)) from error
+    except Exception as error:
+        raise Skip("failed", f"{type(error).__name__}: {error}".splitlines()[0]) from error
+    expected = EXPECTED[op](inputs, buffers[0])
+    tolerance = TOLERANCE_FP32 if impl.startswith("mhc_") or impl == "torch_compile" else TOLERANCE_TF32
+    return calls, check(outputs, expected, tolerance)
+
+
+def check(outputs: Outputs, expected: Outputs, tolerance: float) -> float:
+    """Compare (streams, post, comb, layer_input) with the fp64 formula's; None on either side is not compared.
+
+    Returns:
+        The worst absolute error of post and comb.
+
+    Raises:
+        Skip: an output is outside its tolerance (NaN always is).
+    """
+    worst = 0.0
+    for name, got, want in zip(("streams", "post", "comb", "layer_input"), outputs, expected, strict=True):
+        if got is None or want is None:
+            continue
+        if got.numel() != want.numel():
+            raise Skip("failed", f"{name} has shape {list(got.shape)}, expected {list(want.shape)}")
+        want = want.reshape(got.shape)
+        off = (got.double() - want).abs()
+        if got.dtype == BF16:
+            excess = (off - STEP_BF16 * want.abs()).max().item()
+            if not excess <= STEP_BF16 / 4:
+                raise Skip("failed", f"{name} is off by {off.max().item():.3g}")
+        else:
+            error = off.max().item()
+            if not error <= tolerance:
+                raise Skip("failed", f"{name} is off by {error:.3g}, allowed {tolerance:g}")
+            worst = max(worst, error)
+    return worst
+
+
+def _first_call(impl: str, inputs: Inputs, b: Buffers) -> Callable[[], Any]:
+    config = inputs.config
+    if impl in ("mhc_table", "mhc_collapsed"):
+        # the norm's weight stays warm; ids, rows of embedding and table, and outputs rotate
+        lookup = (b.token_ids, inputs.embedding, inputs.table, inputs.first.norm_weight, config)
+        options = {"collapse": True} if impl == "mhc_collapsed" else {}
+        from_table: Any = mhc.pre_from_table  # type: ignore[attr-defined,unused-ignore]
+        return lambda: from_table(*lookup, **options)
+    w, x = b.first, b.x
+    weights = (w.fn_broadcast, w.scale, w.base, w.norm_weight, config)
+    if impl == "torch_compile":
+        compiled = _compiled_first()
+        return lambda: compiled(x, *weights)
+    if impl == "mhc_repeat":
+        return lambda: mhc.pre(x.unsqueeze(1).repeat(1, config.hc_mult, 1), w.fn, *weights[1:])
+    if impl in ("mhc_two_launch", "mhc_fused"):
+        kind = impl.removeprefix("mhc_")
+        return lambda: mhc.pre_broadcast(x, *weights, impl=kind)
+    makers = {
+        "vllm_repeat": peers.vllm_repeat,
+        "vllm_broadcast": peers.vllm_broadcast,
+        "tilekernels_repeat": peers.tilekernels_repeat,
+    }
+    if impl not in makers:
+        raise NotImplementedError(f"{impl} is not an op of this version")
+    run = makers[impl](w, config)
+    return lambda: run(x)
+
+
+def _post_pre_call(impl: str, inputs: Inputs, b: Buffers) -> Callable[[], Any]:
+    config, w = inputs.config, b.next
+    state: tuple[Any, ...] = (b.output, b.streams, b.post, b.comb)
+    if impl == "vllm_post_pre":
+        run = peers.vllm_post_pre(w, config)
+        return lambda: run(*state)
+    if impl == "torch_compile":
+        compiled = _compiled_post_pre()
+        return lambda: compiled(*state, w.fn, w.scale, w.base, w.norm_weight, config)
+    post_pre: Any = mhc.post_pre
+    return lambda: post_pre(*state, w.fn, w.scale, w.base, w.norm_weight, config)
+
+
+def _pair_call(impl: str, inputs: Inputs, b: Buffers) -> Callable[[], Any]:
+    config, w = inputs.config, b.next
+    first = _first_call(impl, inputs, b)
+    if impl.startswith("vllm_"):
+        second = peers.vllm_post_pre(w, config)
+        return lambda: second(b.output, *first()[:3])
+    next_weights = (w.fn, w.scale, w.base, w.norm_weight, config)
+    # collapsed: the residual is x [T, H] and there is no comb
+    post_pre: Any = mhc.post_pre
+    return lambda: post_pre(b.output, *first()[:3], *next_weights)
+
+
+CALLS = {"first_pre": _first_call, "post_pre": _post_pre_call, "first_pre_then_post_pre": _pair_call}
+
+
+def _first_expected(inputs: Inputs, b: Buffers) -> Outputs:
+    w, config = b.first, inputs.config
+    _, post, comb, y = reference.pre_broadcast(b.x, w.fn_broadcast.double(), w.scale, w.base, w.norm_weight, config)
+    return None, post, comb, y  # the streams are x itself, which no implementation computes
+
+
+def _post_pre_expected(inputs: Inputs, b: Buffers) -> Outputs:
+    return _after(inputs, b, b.streams, b.post.double().squeeze(-1), b.comb.double())
+
+
+def _pair_expected(inputs: Inputs, b: Buffers) -> Outputs:
+    _, post, comb, _ = _first_expected(inputs, b)
+    assert post is not None
+    assert comb is not None
+    return _after(inputs, b, reference.expand(b.x, inputs.config.hc_mult), post, comb)
+
+
+def _after(inputs: Inputs, b: Buffers, streams: Tensor, post: Tensor, comb: Tensor) -> Outputs:
+    w, config = b.next, inputs.config
+    new = reference.round_bf16(reference.post(b.output, streams, post, comb))
+    _, post, comb, y = reference.pre(new, w.fn.double(), w.scale, w.base, w.norm_weight, config)
+    return new, post, comb, y
+
+
+EXPECTED = {"first_pre": _first_expected, "post_pre": _post_pre_expected, "first_pre_then_post_pre": _pair_expected}
+
+
+def _floor(op: str, inputs: Inputs, tokens: int) -> Callable[[], object]:
+    config = inputs.config
+
+    def one(op: str, impl: str) -> Callable[[], object]:
+        moved = work(op, impl, tokens, config.hidden_size, config.hc_mult)
+        source = torch.randn(moved.read // 2, device=inputs.device).to(BF16)
+        return floor.copy(source, torch.empty(moved.written // 2, device=inputs.device, dtype=BF16))
+
+    if op != "first_pre_then_post_pre":
+        return one(op, "floor_copy")
+    # two copies one after the other: the sub-layer runs in between
+    pair = work(op, "floor_copy", tokens, config.hidden_size, config.hc_mult)
+    first = one("first_pre", "mhc_collapsed")
+    head = work("first_pre", "mhc_collapsed", tokens, config.hidden_size, config.hc_mult)
+    source = torch.randn((pair.read - head.read) // 2, device=inputs.device).to(BF16)
+    second = floor.copy(source, torch.empty((pair.written - head.written) // 2, device=inputs.device, dtype=BF16))
+    return lambda: (first(), second())
+
+
+def _poison(inputs: Inputs, tokens: int) -> None:
+    """Fill freed memory with NaN: an output element that a kernel does not write is then no old right answer."""
+    hidden, hc = inputs.config.hidden_size, inputs.config.hc_mult
+    blocks = [
+        torch.full((tokens, n), float("nan"), device=inputs.device, dtype=dtype)
+        for n, dtype in ((hc * hidden, BF16), (hidden, BF16), (hc, torch.float32), (hc * hc, torch.float32))
+    ]
+    del blocks
+
+
+@cache
+def _compiled_first() -> Callable[..., Outputs]:
+    def first(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, weight: Tensor, config: MHCConfig) -> Outputs:
+        _, post, comb, y = reference.pre_broadcast(x, fn, scale, base, weight, config)
+        return reference.expand(x, config.hc_mult), post, comb, y.to(BF16)
+
+    return torch.compile(first, dynamic=True)
+
+
+@cache
+def _compiled_post_pre() -> Callable[..., Outputs]:
+    def post_pre(
+        output: Tensor, streams: Tensor, post: Tensor, comb: Tensor,
+        fn: Tensor, scale: Tensor, base: Tensor, weight: Tensor, config: MHCConfig,
+    ) -> Outputs:  # fmt: skip
+        new = reference.post(output, streams, post.squeeze(-1), comb).to(BF16)
+        _, post, comb, y = reference.pre(new, fn, scale, base, weight, config)
+        return new, post, comb, y.to(BF16)
+
+    return torch.compile(post_pre, dynamic=True)

@@ -1,0 +1,201 @@
+"""The sweep without a GPU: plans, rounds, statuses and the two-process protocol, with clocks that are made up."""
+
+import argparse
+import io
+import json
+
+import pytest
+import torch
+
+from mhc import MHCConfig
+from mhc.bench import executor, hardware, impls, latency, records, summary, timing
+from mhc.bench.inputs import Inputs
+from mhc.bench.work import IMPLS, OPS
+
+
+class Fake:
+    """An executor whose clock is `speed[impl] * T` us; `vllm_repeat` is absent."""
+
+    def __init__(self):
+        self.log = []
+
+    def prepare(self, point):
+        if point.impl == "vllm_repeat":
+            return {"status": "absent", "reason": "not here", "error": None, "calls_per_sample": 1}
+        return {"status": "ok", "reason": "", "error": 1e-7, "calls_per_sample": 40}
+
+    def sample(self, point, n):
+        self.log.append(point)
+        speed = {"mhc_fused": 1.0, "vllm_broadcast": 2.0, "mhc_table": 0.5, "floor_copy": 0.4}.get(point.impl, 3.0)
+        return [speed * point.T * (1 + 0.01 * i) for i in range(n)]
+
+    def release(self):
+        self.log.append("release")
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+    monkeypatch.setenv("MHC_GIT_SHA", "0123456")
+    run = records.run_line("latency", seed=0) | {"gpu": "NVIDIA H200"}
+    main, peers = Fake(), Fake()
+    groups = latency.plan(["first_pre"], None, [1, 64], [4096], ["cuda_graph"], ["warm", "cold"])
+    with records.Recorder(tmp_path / "a.jsonl", run) as recorder:
+        for group in groups:
+            latency.measure(group, {"main": main, "peers": peers}, recorder, rounds=3, samples=5, seed=1)
+    return records.load(tmp_path / "a.jsonl"), main, peers
+
+
+def test_every_point_is_sampled_in_every_round_in_shuffled_order(sweep):
+    record, *_ = sweep
+    ok = record.points[record.points.status == "ok"]
+    for _, rows in ok.groupby(["impl", "T", "l2", "process"]):
+        assert sorted(rows["round"]) == [0, 1, 2]
+    orders = [
+        tuple(rows.sort_values("order").impl) for _, rows in ok[(ok["T"] == 64) & (ok.l2 == "warm")].groupby("round")
+    ]
+    assert len(set(orders)) == 3
+
+
+def test_peers_run_in_their_process_and_floors_in_both(sweep):
+    record, main, peers = sweep
+    where = record.points.groupby("impl").process.unique().map(set)
+    assert where["vllm_broadcast"] == {"peers"}
+    assert where["mhc_fused"] == {"main"}
+    assert where["floor_copy"] == {"main", "peers"}
+    assert main.log[-1] == peers.log[-1] == "release"
+
+
+def test_what_did_not_run_is_one_row_with_its_reason(sweep):
+    record, *_ = sweep
+    rows = record.points[record.points.impl == "vllm_repeat"]
+    assert set(rows.status) == {"absent"}
+    assert set(rows.reason) == {"not here"}
+    assert len(rows) == 4  # two T, two L2 states
+
+
+def test_summary_states_ratios_targets_and_absences(sweep):
+    text = summary.text(sweep[0])
+    assert "mhc_fused against vllm_broadcast, first_pre T=64: bound 1.6, 2.00 met" in text
+    assert "mhc_table over floor_copy, first_pre T=64: bound 1.4, 1.25 met" in text
+    assert "mhc_fused slower than vllm_broadcast at: no point" in text
+    assert "absent: vllm_repeat first_pre, 4 points: not here" in text
+    assert "mhc_post_pre against vllm_post_pre, post_pre T=1: bound 1.4, not measured" in text
+
+
+def test_a_used_up_budget_leaves_skipped_rows(tmp_path, monkeypatch):
+    monkeypatch.setenv("MHC_GIT_SHA", "0123456")
+    group = latency.plan(["post_pre"], ["mhc_post_pre"], [1], [4096], ["cuda_graph"], ["warm"])[0]
+    with records.Recorder(tmp_path / "a.jsonl", records.run_line("latency", seed=0)) as recorder:
+        latency.measure(group, {"main": Fake()}, recorder, 3, 5, 0, deadline=0.0)
+    points = records.load(tmp_path / "a.jsonl").points
+    assert points.status.tolist() == ["skipped"]
+    assert "budget" in points.reason[0]
+
+
+def test_plan_covers_every_impl_and_keeps_host_timers_to_small_T():
+    groups = latency.plan(OPS, None, [1, 4096], [4096, 5120], ["cuda_graph", "cpu_call"], ["warm"])
+    points = [point for group in groups for point in group]
+    graph = {(p.op, p.impl) for p in points if p.timer == "cuda_graph"}
+    assert graph == {(op, impl) for op in OPS for impl in IMPLS[op]}
+    host = [p for p in points if p.timer == "cpu_call"]
+    assert {(p.T, p.H) for p in host} == {(1, 4096)}
+
+
+@pytest.mark.parametrize("bad", [{"ops": ["first"]}, {"impls": ["mine"]}, {"timers": ["wall"]}])
+def test_plan_refuses_unknown_names(bad):
+    arguments = {"ops": OPS, "impls": None, "tokens": [1], "hidden": [4096], "timers": ["eager"], "l2": ["warm"]}
+    with pytest.raises(ValueError, match="unknown"):
+        latency.plan(**arguments | bad)
+
+
+def test_interleave_is_a_permutation_a_round_and_reproducible():
+    first = list(timing.interleave("abcd", 3, seed=5))
+    assert first == list(timing.interleave("abcd", 3, seed=5))
+    for round_ in range(3):
+        assert sorted(key for r, _, key in first if r == round_) == list("abcd")
+
+
+def test_cold_sets_exceed_three_l2s():
+    assert timing.cold_sets(50_000, 60 << 20) * 50_000 > 3 * (60 << 20)
+    assert timing.cold_sets(1 << 30, 60 << 20) == 2
+    with pytest.raises(ValueError, match="bytes_a_call"):
+        timing.cold_sets(10, 60 << 20)
+
+
+def test_calls_per_graph_are_bounded():
+    assert timing.calls_for(1.0) == timing.MAX_CALLS
+    assert timing.calls_for(20.0) == 20
+    assert timing.calls_for(1e6) == timing.MIN_CALLS
+
+
+def test_the_process_protocol_answers_and_reports_errors():
+    point = list(executor.Point("first_pre", "mhc_fused", 2, 4096, 4, "cuda_graph", "warm"))
+    commands = [["prepare", point], ["sample", point, 2], ["release"], ["versions"], ["dance"]]
+    answers = io.StringIO()
+    executor.serve(Fake(), io.StringIO("".join(json.dumps(c) + "\n" for c in commands)), answers)
+    prepared, sampled, released, versions, refused = map(json.loads, answers.getvalue().splitlines())
+    assert prepared["result"]["status"] == "ok"
+    assert sampled["result"] == [2.0, 2.02]
+    assert released["result"] is None
+    assert "torch" in versions["result"]
+    assert "dance" in refused["error"]
+
+
+def test_a_real_second_process_answers_and_its_death_is_an_error():
+    remote = executor.Remote(seed=0, vocab=16)
+    assert remote.versions()["torch"]
+    remote._process.kill()
+    with pytest.raises(RuntimeError, match="process ended"):
+        remote.versions()
+
+
+@pytest.fixture(scope="module")
+def small():
+    return Inputs(MHCConfig(64), seed=0, device="cpu", vocab=50)
+
+
+@pytest.mark.parametrize(
+    ("op", "impl"), [("first_pre", "mhc_repeat"), ("first_pre", "mhc_two_launch"), ("post_pre", "mhc_post_pre")]
+)
+def test_implementations_agree_with_fp64_before_they_are_timed(small, op, impl):
+    calls, error = impls.prepare(small, op, impl, tokens=5, sets=3)
+    assert len(calls) == 3
+    assert 0 < error < 1e-5
+
+
+def test_a_wrong_or_unwritten_output_is_never_timed(small, monkeypatch):
+    def broken(*args, **kwargs):
+        out = impls.mhc.ops.pre_broadcast(*args, **kwargs)
+        out.comb[-1, 0, 0] = float("nan")
+        return out
+
+    monkeypatch.setattr(impls.mhc, "pre_broadcast", broken)
+    with pytest.raises(impls.Skip, match="comb is off by nan") as skip:
+        impls.prepare(small, "first_pre", "mhc_two_launch", 5, 1)
+    assert skip.value.status == "failed"
+
+
+def test_check_rejects_a_transposed_comb(small):
+    b = small.buffers(4, 1)[0]
+    _, post, comb, y = impls._first_expected(small, b)
+    with pytest.raises(impls.Skip, match="comb"):
+        impls.check((None, post.float(), comb.transpose(1, 2).float(), y.bfloat16()), (None, post, comb, y), 1e-4)
+
+
+def test_buffers_are_reproducible_and_sets_have_their_own_weights(small):
+    again = Inputs(MHCConfig(64), seed=0, device="cpu", vocab=50)
+    one, two = small.buffers(6, 2)
+    assert torch.equal(one.streams, again.buffers(6, 1)[0].streams)
+    assert not torch.equal(one.x, two.x)
+    assert one.first is small.first
+    assert two.first.fn.data_ptr() != one.first.fn.data_ptr()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_without_a_gpu_one_sentence_says_what_to_do(capsys):
+    parser = argparse.ArgumentParser()
+    latency.add_arguments(parser)
+    assert latency.run(parser.parse_args([])) == 2
+    assert "no CUDA GPU here" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="no CUDA GPU"):
+        hardware.copy_bandwidth_gbs()
