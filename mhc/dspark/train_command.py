@@ -1,0 +1,163 @@
+"""Train the miniature pair on GSM8K's train split: the target, then its draft.
+
+`train target` makes tokenizer, target and card; `train draft` adds a draft, from the target's own generations. Both
+resume where a kill left them (checkpoints in --work), and write a loss curve as JSONL. The test split is never read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from mhc.bench.records import free_path, run_line
+from mhc.config import MHCConfig
+from mhc.dspark import tokenizer as tokenizers
+from mhc.dspark.artifacts import CARD, TOKENIZER, load_pair, read_card, save_weights, update_card
+from mhc.dspark.config import V4Config
+from mhc.dspark.corpus import DEV_QUESTIONS, split
+from mhc.dspark.optimise import Plan, State
+from mhc.gsm8k.data import SHA256, Problem, load
+from mhc.gsm8k.journal import Journal
+from mhc.gsm8k.prompts import prompt
+
+
+def micro() -> V4Config:
+    """A pair that trains in a minute on a CPU: the same code in small, for tests and trials."""
+    tiny = V4Config.tiny("dense", vocab_size=384)
+    return dataclasses.replace(
+        tiny, sliding_window=128, block_size=7, ffn_width=128, markov_rank=16, mhc=MHCConfig(64, sinkhorn_iters=4)
+    )
+
+
+PRESETS: dict[str, Callable[[], V4Config]] = {"mini": V4Config.mini, "micro": micro}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`train target|draft`; the defaults train the committed pair in under 9 minutes on an H200."""
+    parser.add_argument("model", choices=("target", "draft"))
+    parser.add_argument("--data", help="folder with GSM8K's train.jsonl (default: MHC_GSM8K_DIR, else a download)")
+    parser.add_argument("--out", type=Path, required=True, help="folder for weights, tokenizer, card and loss curves")
+    parser.add_argument("--work", type=Path, help="folder for checkpoints (default: <out>-work)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--preset", default="mini", choices=sorted(PRESETS), help="shapes (target only)")
+    parser.add_argument("--steps", type=int, help="optimiser steps (default: target 2500, draft 4000)")
+    parser.add_argument("--minutes", type=float, help="end the schedule there (default: target 4.5, draft 2.5)")
+    parser.add_argument("--lr", type=float, help="peak learning rate (default: target 1e-3, draft 6e-4)")
+    parser.add_argument("--batch-size", type=int, default=64, help="sequences a step")
+    parser.add_argument("--anchors", type=int, default=32, help="random anchors a sequence (draft only)")
+    parser.add_argument("--rounds", type=int, default=4, help="generations a train question (draft only)")
+    parser.add_argument("--questions", type=int, help="use only the first questions of the split, for trials")
+    parser.add_argument("--dev-questions", type=int, default=DEV_QUESTIONS, help="held out of the train split's end")
+    parser.add_argument("--checkpoint-every", type=int, default=500, help="steps between checkpoints")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train one model; 0 when its weights are written."""
+    path = args.out / f"{args.model}.safetensors"
+    if path.exists():
+        raise FileExistsError(f"{path} exists: remove it to train again, or name another --out")
+    args.work = args.work or args.out.with_name(args.out.name + "-work")
+    args.out.mkdir(parents=True, exist_ok=True)
+    problems = load("train", args.data)
+    chosen = problems[: args.questions] if args.questions else problems
+    train_problems, dev_problems = split(chosen, args.dev_questions)
+    torch.manual_seed(args.seed)
+    (_target if args.model == "target" else _draft)(args, train_problems, dev_problems)
+    print(f"wrote {path}")
+    return 0
+
+
+def _plan(args: argparse.Namespace, steps: int, minutes: float, lr: float, weight_decay: float) -> Plan:
+    return Plan(
+        steps=args.steps or steps,
+        minutes=args.minutes or minutes,
+        lr=args.lr or lr,
+        weight_decay=weight_decay,
+        checkpoint_every=args.checkpoint_every,
+        seed=args.seed,
+    )
+
+
+def _target(args: argparse.Namespace, train_problems: list[Problem], dev_problems: list[Problem]) -> None:
+    from mhc.dspark.train_target import train_target
+
+    config = PRESETS[args.preset]()
+    corpus = (f"{prompt(problem.question)} {problem.answer}" for problem in train_problems)
+    tokenizer = tokenizers.train(corpus, config.vocab_size)
+    plan = _plan(args, steps=2500, minutes=4.5, lr=1e-3, weight_decay=0.1)
+    checkpoint = args.work / "target.pt"
+    target, state = train_target(
+        config, tokenizer, train_problems, dev_problems, plan, args.batch_size, checkpoint, args.device
+    )
+    if not (args.out / TOKENIZER).exists():
+        tokenizer.save(str(args.out / TOKENIZER))
+    save_weights(args.out, "target", target)
+    _finish(args, config, plan, state, train_problems, dev_problems)
+
+
+def _draft(args: argparse.Namespace, train_problems: list[Problem], dev_problems: list[Problem]) -> None:
+    from mhc.dspark import generations
+    from mhc.dspark.train_draft import train_draft
+
+    pair = load_pair(args.out, args.device, torch.bfloat16 if args.device == "cuda" else torch.float32)
+    digest = read_card(args.out)["sha256"]["target"]
+    key = f"{digest}/{args.seed}/{args.rounds}/{len(train_problems)}/{len(dev_problems)}"
+    store = args.work / "generations.json"
+    samples = generations.cached(store, key)
+    if samples is None:
+        asked = [*train_problems, *dev_problems]
+        made = generations.answer(pair.target, pair.tokenizer, asked, args.rounds, args.seed)
+        samples = generations.cached(store, key, made)
+        assert samples is not None
+    # held out with all their rounds
+    period = len(train_problems) + len(dev_problems)
+    train_samples = [s for i, s in enumerate(samples) if i % period < len(train_problems)]
+    dev_samples = [s for i, s in enumerate(samples[:period]) if i >= len(train_problems)]
+    plan = _plan(args, steps=4000, minutes=2.5, lr=6e-4, weight_decay=0.0)
+    draft, state = train_draft(
+        pair.target,
+        train_samples,
+        dev_samples,
+        plan,
+        args.batch_size,
+        args.anchors,
+        args.work / "draft.pt",
+        args.device,
+    )
+    save_weights(args.out, "draft", draft)
+    extra = {"generations": len(samples), "rounds": args.rounds, "anchors": args.anchors}
+    _finish(args, pair.target.config, plan, state, train_problems, dev_problems, **extra)
+
+
+def _finish(
+    args: argparse.Namespace,
+    config: V4Config,
+    plan: Plan,
+    state: State,
+    train_problems: list[Problem],
+    dev_problems: list[Problem],
+    **extra: object,
+) -> None:
+    """Loss curve and card, last: a folder with a card is a finished one."""
+    header = run_line(f"train-{args.model}", seed=args.seed, plan=dataclasses.asdict(plan))
+    with Journal(free_path(args.out, header), header) as journal:
+        for record in state.curve:
+            journal.append(record)
+    summary = {
+        "steps": state.step,
+        "minutes": round(state.elapsed_s / 60, 2),
+        "batch_size": args.batch_size,
+        "train_questions": len(train_problems),
+        "dev_questions": len(dev_problems),
+        "train_sha256": SHA256["train"],
+        "plan": dataclasses.asdict(plan),
+        "final": state.curve[-1],
+    }
+    update_card(args.out, args.model, config, args.seed, **summary, **extra)
+    print(f"{args.model}: {state.step} steps in {state.elapsed_s / 60:.1f} min, held out: {state.curve[-1]}")
+    assert (args.out / CARD).is_file()

@@ -1,0 +1,89 @@
+"""Training the target: GSM8K's train split, question to answer with its calculator notes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from mhc.dspark.config import V4Config
+from mhc.dspark.corpus import Batch, Sample, batches, collate, encode
+from mhc.dspark.initialise import initialise
+from mhc.dspark.losses import next_token_loss
+from mhc.dspark.optimise import Losses, Plan, State, train
+from mhc.dspark.target import Target
+from mhc.gsm8k.data import Problem
+
+# the question is context, not the task: it is learnt a little, which helps while there is little text
+QUESTION_WEIGHT = 0.2
+DEV_BATCH = 64
+
+
+def train_target(
+    config: V4Config,
+    tokenizer: Tokenizer,
+    train_problems: Sequence[Problem],
+    dev_problems: Sequence[Problem],
+    plan: Plan,
+    batch_size: int,
+    checkpoint: Path,
+    device: str,
+    **options: Any,
+) -> tuple[Target, State]:
+    """Train from random weights, or on from the checkpoint.
+
+    Args:
+        config: shapes.
+        tokenizer: of `config.vocab_size` entries.
+        train_problems, dev_problems: disjoint; the second are only measured on.
+        plan: the schedule.
+        batch_size: sequences a step.
+        checkpoint: file to resume from and to write.
+        device: `cpu` or `cuda` (bf16 autocast).
+        options: for `optimise.train`.
+
+    Returns:
+        The target in fp32 and the final state.
+    """
+    target = Target(config)
+    initialise(target, config, plan.seed).to(device)
+    data = batches(encode(tokenizer, train_problems), batch_size, plan.seed, resume_step(checkpoint))
+    held_out = encode(tokenizer, dev_problems)
+
+    def loss_of(step: int) -> Losses:
+        batch = next(data).to(device)
+        answer = batch.answer_mask()
+        weight = torch.where(answer, 1.0, QUESTION_WEIGHT) * batch.token_mask()
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            logits = target.logits(target(batch.ids).hidden)
+        loss = next_token_loss(logits, batch.ids, weight)
+        return {"loss": loss, "answer": next_token_loss(logits.detach(), batch.ids, answer)}
+
+    def dev() -> dict[str, float]:
+        return {"answer": round(dev_loss(target, held_out, device), 5)}
+
+    return target, train("target", target, plan, loss_of, dev, checkpoint, **options)
+
+
+def dev_loss(target: Target, samples: Sequence[Sample], device: str) -> float:
+    """Mean answer loss over samples, in nats a token."""
+    total, count = 0.0, 0
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        for at in range(0, len(samples), DEV_BATCH):
+            batch: Batch = collate(samples[at : at + DEV_BATCH]).to(device)
+            mask: Tensor = batch.answer_mask()
+            loss = next_token_loss(target.logits(target(batch.ids).hidden), batch.ids, mask)
+            total += loss.item() * int(mask.sum())
+            count += int(mask.sum())
+    return total / count
+
+
+def resume_step(checkpoint: Path) -> int:
+    """The step a checkpoint stands at, 0 where there is none."""
+    if not checkpoint.is_file():
+        return 0
+    return int(torch.load(checkpoint, map_location="cpu", weights_only=True)["state"]["step"])
