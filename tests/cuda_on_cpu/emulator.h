@@ -1,0 +1,233 @@
+// A GPU in one thread of the CPU: runs the CUDA source that TileLang generates, block after block.
+//
+// Every CUDA thread is a fiber with its own stack. A fiber runs until it meets a barrier or a warp collective, then the
+// next one runs. The order is the seed's: 0 forward, 1 backward, others random, anew at every pass. What barriers leave
+// unordered therefore really happens in different orders, and a missing barrier shows.
+//
+// Caught: shared memory read before it is written (it holds NaN), tensors and shared memory left by an index (guard
+// pages and red zones), barriers that not every thread reaches, a cp.async that is not waited for (it lands at its wait
+// under even seeds, at once under odd ones), cluster peers that have not started or have already left.
+//
+// Not modelled, so a passing kernel may still be wrong in these respects:
+//   - memory order: all memory is sequentially consistent, a missing fence or release goes unseen;
+//   - divergence: lanes of a warp run one after the other between collectives, without reconvergence;
+//   - rounding of approximate intrinsics (rsqrtf, __expf, ...): correctly rounded here; contraction to FMA is the host
+//     compiler's choice; tensor cores sum a 16-deep product exactly and truncate once;
+//   - blocks run one cluster at a time unless the launch is cooperative or `concurrent` is asked for;
+//   - TMA, wgmma and mbarriers do not exist: the runner lowers with them turned off, so it is that variant that runs;
+//   - time, bank conflicts, occupancy, registers, fp16 and fp8.
+#pragma once
+#include "fibers.h"
+
+namespace emu {
+
+// ---- memory ----
+
+static unsigned char* map(size_t bytes) {
+  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) fail("no memory for %zu bytes of stacks and shared memory", bytes);
+  return (unsigned char*)p;
+}
+static size_t shared_room() { return (launch->shared + kPage) / kPage * kPage; }  // at least a byte of red zone
+
+// Distributed shared memory: the same offset in the peer's shared memory.
+static void* peer_shared(const void* p, int rank) {
+  Block* me = self->block;
+  size_t offset = (const unsigned char*)p - me->shared;
+  dim3 c = launch->cluster;
+  if (rank < 0 || rank >= (int)(c.x * c.y * c.z)) fail("rank %d is outside the cluster of %u", rank, c.x * c.y * c.z);
+  if (offset >= launch->shared) fail("map_shared_rank of a pointer outside shared memory");
+  Block& peer = me->peers[rank];
+  if (peer.started < peer.threads) fail("cluster peer %d has not started: a cluster_sync must come first", rank);
+  if (!peer.alive) fail("cluster peer %d has exited: it must stay until a last cluster_sync", rank);
+  return peer.shared + offset;
+}
+
+static void async_copy(void* to, const void* from, size_t bytes) {
+  bool lands_at_once = launch->seed < 2 ? launch->seed & 1 : dice() & 1;
+  if (lands_at_once)
+    memcpy(to, from, bytes);
+  else
+    self->open_group.push_back({to, from, bytes});
+}
+static void async_commit() {
+  self->groups.push_back(std::move(self->open_group));
+  self->open_group.clear();
+}
+static void async_wait(size_t pending) {
+  if (!pending) async_commit();  // cp.async.wait_all needs no commit
+  while (self->groups.size() > pending) {
+    for (const Copy& c : self->groups.front()) memcpy(c.to, c.from, c.bytes);
+    self->groups.erase(self->groups.begin());
+  }
+}
+
+// ---- running ----
+
+// The first and the last thing that a fiber does.
+static void thread_main() {
+  self->started = true, self->block->started++;
+  launch->kernel(launch->args);
+  self->done = true;
+  if (memcmp(self->stack, &kCanary, 8)) fail("the stack of %zu bytes overflowed", kStackBytes);
+  Block& b = *self->block;
+  Warp& warp = self->warp();
+  warp.alive &= ~(1u << self->lane());
+  for (auto& [mask, m] : warp.meetings)
+    if (m.arrived && m.arrived == (mask & warp.alive)) m.open();
+  Cluster& c = *b.cluster;
+  b.alive--, c.alive--;
+  if (c.barrier.arrived && c.barrier.arrived == c.alive) c.barrier.open();
+  to_scheduler();
+}
+
+static void report_deadlock(const std::vector<std::vector<Thread*>>& units, size_t all) {
+  std::map<std::string, int> places;
+  size_t waiting = 0;
+  for (auto& unit : units)
+    for (Thread* t : unit) places[std::string(t->waits_at) + " (line " + std::to_string(t->line) + ")"]++, waiting++;
+  std::string text;
+  for (auto& [place, n] : places) text += ", " + std::to_string(n) + " wait at " + place;
+  self = nullptr;
+  dim3 index;
+  for (auto& unit : units)
+    if (!unit.empty()) index = unit[0]->block->index;
+  fail("deadlock in block (%u,%u,%u): of %zu threads %zu exited%s", index.x, index.y, index.z, all, all - waiting,
+       text.c_str());
+}
+
+// A unit runs until all of it waits for something outside. Units are warps, so that one warp runs as far ahead of the
+// others as the barriers let it; under even random seeds all threads are one unit and advance together, shuffled.
+static void run_threads(std::vector<Thread>& threads) {
+  uint32_t seed = launch->seed;
+  bool by_warp = seed < 2 || seed & 1;
+  std::vector<std::vector<Thread*>> units;
+  for (Thread& t : threads) {
+    if (units.empty() || (by_warp && t.lane() == 0)) units.emplace_back();
+    units.back().push_back(&t);
+  }
+  if (seed == 1) {
+    std::reverse(units.begin(), units.end());
+    for (auto& unit : units) std::reverse(unit.begin(), unit.end());
+  }
+  for (; !units.empty(); passes++) {
+    if (seed > 1) std::shuffle(units.begin(), units.end(), dice);
+    bool progress = false;
+    for (auto& unit : units) {
+      for (bool again = true; again; progress |= again) {
+        again = false;
+        if (seed > 1) std::shuffle(unit.begin(), unit.end(), dice);
+        for (Thread* t : unit) {
+          if (t->done || (t->gate && *t->gate == t->seen)) continue;
+          t->gate = nullptr, again = true, self = t;
+          to_thread(t);
+        }
+      }
+      unit.erase(std::remove_if(unit.begin(), unit.end(), [](Thread* t) { return t->done; }), unit.end());
+    }
+    if (!progress) report_deadlock(units, threads.size());
+    units.erase(std::remove_if(units.begin(), units.end(), [](auto& u) { return u.empty(); }), units.end());
+  }
+}
+
+// Gives `count` blocks, the clusters from number `first` on, their places, shared memory and threads.
+static void place(std::vector<Block>& blocks, std::vector<Thread>& threads, std::vector<Cluster>& clusters,
+                  const long* numbers) {
+  dim3 g = launch->grid, b = launch->block, c = launch->cluster;
+  int per_cluster = c.x * c.y * c.z, per_block = b.x * b.y * b.z;
+  for (size_t i = 0; i < blocks.size(); i++) {
+    Block& block = blocks[i];
+    unsigned char* shared = block.shared;
+    block = Block();
+    block.shared = shared, block.cluster = &clusters[i / per_cluster];
+    block.rank = i % per_cluster, block.peers = &block - block.rank;
+    if (!block.rank) *block.cluster = {Barrier(), per_cluster * per_block};
+    long n = numbers[i / per_cluster];
+    unsigned cx = g.x / c.x, cy = g.y / c.y, r = block.rank;
+    block.index = {unsigned(n % cx) * c.x + r % c.x, unsigned(n / cx % cy) * c.y + r / c.x % c.y,
+                   unsigned(n / cx / cy) * c.z + r / c.x / c.y};
+    block.threads = block.alive = per_block;
+    block.warps.resize((per_block + 31) / 32);
+    memset(shared, kPoison, shared_room());
+    for (int t = 0; t < per_block; t++) {
+      Thread& thread = threads[i * per_block + t];
+      Thread fresh;
+      fresh.stack = thread.stack, fresh.context = thread.context, fresh.block = &block, fresh.linear = t;
+      fresh.index = {t % b.x, t / b.x % b.y, t / b.x / b.y};
+      thread = fresh;
+      memcpy(thread.stack, &kCanary, 8);
+      prepare(thread, thread_main);
+      block.warps[t / 32].alive |= 1u << t % 32;
+    }
+  }
+}
+
+static void check_red_zones(const std::vector<Block>& blocks) {
+  for (const Block& b : blocks)
+    for (size_t i = launch->shared; i < shared_room(); i++)
+      if (b.shared[i] != kPoison)
+        fail("block (%u,%u,%u) wrote byte %zu of its %zu bytes of shared memory", b.index.x, b.index.y, b.index.z, i,
+             (size_t)launch->shared);
+}
+
+static void run() {
+  dim3 g = launch->grid, b = launch->block, c = launch->cluster;
+  long per_cluster = (long)c.x * c.y * c.z, per_block = (long)b.x * b.y * b.z;
+  if (g.x % c.x || g.y % c.y || g.z % c.z) fail("the grid is not a multiple of the cluster");
+  if (per_block > 1024 || per_cluster > 8) fail("%ld threads a block, %ld blocks a cluster", per_block, per_cluster);
+  if (launch->dynamic_shared > kMaxShared) fail("%zu bytes of shared memory", (size_t)launch->dynamic_shared);
+  std::vector<long> order((long)g.x * g.y * g.z / per_cluster);
+  for (size_t i = 0; i < order.size(); i++) order[i] = i;
+  dice.seed(launch->seed);
+  if (launch->seed == 1) std::reverse(order.begin(), order.end());
+  if (launch->seed > 1) std::shuffle(order.begin(), order.end(), dice);
+
+  size_t at_once = launch->concurrent ? order.size() : 1;
+  static std::vector<Block> blocks;  // static: a failing launch leaves by a jump, the next one cleans up
+  static std::vector<Thread> threads;
+  static std::vector<Cluster> clusters;
+  static unsigned char* arena;
+  static size_t arena_bytes;
+  if (arena) munmap(arena, arena_bytes);
+  blocks.assign(at_once * per_cluster, Block());
+  threads.assign(blocks.size() * per_block, Thread());
+  clusters.assign(at_once, Cluster());
+  size_t room = shared_room() + kPage;
+  arena_bytes = kPage + room * blocks.size() + kStackBytes * threads.size();
+  arena = map(arena_bytes);
+  mprotect(arena, kPage, PROT_NONE);
+  for (size_t i = 0; i < blocks.size(); i++) {
+    blocks[i].shared = arena + kPage + i * room;
+    mprotect(blocks[i].shared + shared_room(), kPage, PROT_NONE);
+  }
+  for (size_t i = 0; i < threads.size(); i++)
+    threads[i].stack = arena + kPage + room * blocks.size() + i * kStackBytes;
+
+  grid_threads = threads.size(), grid_barrier = Barrier(), spins = 0;
+  for (size_t i = 0; i < order.size(); i += at_once) {
+    place(blocks, threads, clusters, &order[i]);
+    run_threads(threads);
+    self = nullptr;
+    check_red_zones(blocks);
+  }
+}
+
+// Returns 0, or 1 with a message and, after an access outside all memory, its address.
+static int guarded_run(const Launch* what, char* message_out, uint64_t* fault_out) {
+  static char signal_stack[64 << 10];
+  launch = what, message = message_out, fault_address = fault_out, self = nullptr;
+  stack_t stack = {}, old_stack;
+  stack.ss_sp = signal_stack, stack.ss_size = sizeof signal_stack;
+  sigaltstack(&stack, &old_stack);
+  struct sigaction action = {}, old[3];
+  action.sa_sigaction = on_signal, action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  const int signals[3] = {SIGSEGV, SIGBUS, SIGFPE};
+  for (int i = 0; i < 3; i++) sigaction(signals[i], &action, &old[i]);
+  volatile int failed = 1;
+  if (!sigsetjmp(give_up, 1)) run(), failed = 0;
+  for (int i = 0; i < 3; i++) sigaction(signals[i], &old[i], nullptr);
+  sigaltstack(&old_stack, nullptr);
+  return failed;
+}
+
+}  // namespace emu

@@ -1,0 +1,68 @@
+"""Compiling for sm_90a and reading the launches, both without a GPU."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from . import sample_kernels
+from .compile import compile_source, parse_ptxas, usage
+from .launches import in_process
+from .runner import SIMT, lower
+
+
+def test_a_sample_compiles_without_spills() -> None:
+    (kernel,) = usage(sample_kernels.reverse())
+    assert kernel.kernel == "reverse_kernel_kernel"
+    assert 0 < kernel.registers <= 64
+    assert not kernel.spills
+
+
+def test_a_forced_spill_is_seen() -> None:
+    source = lower(sample_kernels.gemm(64, 256, 128), SIMT).kernel_source
+    assert not compile_source(source)[0].spills
+    starved = re.sub(r"__launch_bounds__\([^)]*\)", "__launch_bounds__(1024, 2)", source)
+    assert compile_source(starved)[0].spills
+
+
+def test_nvcc_errors_are_passed_on() -> None:
+    with pytest.raises(RuntimeError, match="nvcc refused"):
+        compile_source("__global__ void f() { undeclared(); }")
+
+
+def test_the_report_is_parsed() -> None:
+    report = """ptxas info    : Compiling entry function 'k' for 'sm_90a'
+ptxas info    : Function properties for k
+    104 bytes stack frame, 164 bytes spill stores, 140 bytes spill loads
+ptxas info    : Used 32 registers, used 1 barriers, 104 bytes cumulative stack size, 2048 bytes smem
+"""
+    (k,) = parse_ptxas(report)
+    assert (k.registers, k.stack_bytes, k.spill_store_bytes, k.spill_load_bytes) == (32, 104, 164, 140)
+    assert (k.shared_bytes, k.barriers, k.spills) == (2048, 1, True)
+
+
+def test_launches_are_read() -> None:
+    calls: Any = in_process(
+        """
+import torch
+from cuda_on_cpu import sample_kernels as samples
+from cuda_on_cpu.launches import record
+z = torch.zeros
+result = {
+    "plain": record(samples.reverse(), [[z(3, 96), z(3, 96)]]),
+    "two": record(samples.two_kernels(), [[z(3, 64), z(3, 64), z(3, 64)]]),
+    "cluster": record(samples.cluster_sum(), [[z(t, 4, 128), z(t, 4, 128)] for t in (1, 3)]),
+    "grid": record(samples.grid_shift(), [[z(5), z(5), z(1), z(5)]]),
+}
+"""
+    )
+    assert calls["plain"] == [
+        [{"kernel": "reverse_kernel_kernel", "grid": [1, 1, 1], "block": [96, 1, 1], "shared_bytes": 384}]
+    ]
+    assert [launch["grid"][0] for launch in calls["two"][0]] == [3, 2]
+    assert [launch["grid"] for (launch,) in calls["cluster"]] == [[4, 1, 1], [4, 3, 1]]
+    # a cluster launch always allows programmatic overlap, hence the kernels' pdl_sync
+    assert all(launch["cluster"] == [4, 1, 1] and launch["pdl"] for (launch,) in calls["cluster"])
+    assert calls["grid"][0][0]["cooperative"]
