@@ -7,7 +7,7 @@ BIN := .venv/bin
 OTHER_TILELANG := 0.1.15
 OTHER := .venv-tilelang-$(OTHER_TILELANG)
 # the tests that build and run kernels: the ones that another TileLang could break
-KERNEL_TESTS := tests/kernels
+KERNEL_TESTS = $(wildcard tests/cuda_on_cpu tests/kernels)
 
 .PHONY: report test test-vllm test-tilelang lab lint clean distclean
 

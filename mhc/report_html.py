@@ -131,7 +131,7 @@ class _Body:
         # a slider is dead on paper: its static twin stands in the cell beside it
         if cell.cell_type != "code" or "interactive" in tags or not cell.source.strip():
             return None
-        code = highlight(cell.source, get_lexer_by_name("ipython3"), HtmlFormatter(cssclass="source"))
+        code = highlight(cell.source, get_lexer_by_name("ipython3"), HtmlFormatter(cssclass="highlight"))
         outputs = [shown for output in cell.outputs if (shown := self.output(output))]
         lines = cell.source.count("\n") + 1
         return {"type": "code", "html": Markup(code), "lines": lines, "outputs": outputs, "open": "show-code" in tags}
@@ -182,8 +182,8 @@ class _Body:
 
 def _style() -> str:
     css = (Path(__file__).parent / "templates" / "report.css").read_text(encoding="utf-8")
-    light = HtmlFormatter(style="default").get_style_defs(".source")
-    dark = HtmlFormatter(style="github-dark").get_style_defs(".source")
+    light = HtmlFormatter(style="default").get_style_defs(".highlight")
+    dark = HtmlFormatter(style="github-dark").get_style_defs(".highlight")
     return f"{light}\n@media screen and (prefers-color-scheme: dark) {{ {dark} }}\n{css}"
 
 

@@ -22,7 +22,7 @@ FIRST = notebook(
         "## Claim 1: the fold\n\n$$x W_b^\\top = \\mathrm{flat}(r)\\,W^\\top \\tag{1}$$\n\n"
         "\\begin{align} a &= \\sqrt{\\frac{1}{H}\\sum_h x_h^2} \\\\ b &= \\mathbb{E}[\\|x\\|_2] \\end{align}"
     ),
-    code("import matplotlib.pyplot as plt\nplt.plot(range(N))\nplt.show()"),
+    code("import matplotlib.pyplot as plt\nfrom mhc import plots\nplots.style()\nplt.plot(range(N))\nplt.show()"),
     code("import pandas as pd\npd.DataFrame({'T': [1], 'time_us': [1.5]})"),
     code("from mhc import report\nreport.claim(claim='$a_b$ is N', value=f'{N}', source='this run', holds=N > 0)"),
     code("'a slider'", tags=["interactive"]),
@@ -201,7 +201,8 @@ def test_command_line(tmp_path, capsys):
     assert main(["report", str(tmp_path / "none.ipynb")]) == 2
     assert main(["no-such-command"]) == 2
     assert main(["--help"]) == 0
-    assert all(name in capsys.readouterr().out for name in COMMANDS)
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
