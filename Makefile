@@ -25,7 +25,7 @@ test-tilelang: $(OTHER)/ok
 	$(OTHER)/bin/python -m pytest $(KERNEL_TESTS)
 
 lab: .venv/ok
-	$(BIN)/jupyter lab notebooks
+	$(BIN)/jupyter lab notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
 
 lint: .venv/ok
 	$(BIN)/ruff check .

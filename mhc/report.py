@@ -198,6 +198,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         import nbformat
 
+        from mhc.provenance import provenance
         from mhc.report_html import render
     except ModuleNotFoundError as error:
         print(f"mhc report: {error.name} is not installed: pip install 'mhc[report]', or make report")
@@ -219,4 +220,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{page}: {len(html) / 1024:.0f} KiB, {holding} of {len(claims)} claims hold, {len(failures)} cells failed")
     for failure in failures:
         print(f"  {failure}", file=sys.stderr)
+    for record in provenance([item for notebook in notebooks for item in notebook.displayed(RECORD_MIME)])["records"]:
+        if record["kernels"] != "as recorded":
+            print(f"  {record['file']} is no record of today's kernels: {record['kernels']}", file=sys.stderr)
     return 1 if failures or holding < len(claims) else 0

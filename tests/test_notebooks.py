@@ -28,7 +28,7 @@ def faults(text: str) -> list[str]:
         found.append("stored widget state")
     code_cells = [cell for cell in node.cells if cell.cell_type == "code"]
     if any(cell.outputs or cell.execution_count is not None for cell in code_cells):
-        found.append("stored outputs or execution counts")
+        found.append("stored outputs or execution counts: jupyter nbconvert --clear-output --inplace notebooks/*.ipynb")
     if len({cell["id"] for cell in node.cells}) != len(node.cells):
         found.append("cell ids repeat")
     first = node.cells[0].source.lower() if node.cells else ""
