@@ -15,7 +15,7 @@ from mhc.dspark.target import Target
 from mhc.gsm8k.data import Problem
 from mhc.gsm8k.prompts import MAX_TOKENS
 
-BATCH = 1024
+BATCH = 2048
 
 
 def answer(
@@ -48,7 +48,16 @@ def answer(
         for problem in problems
     ]
     prompts = [encode_prompt(tokenizer, question) for question in questions]
-    completions = generate(target, prompts, max_new_tokens, temperature=1.0, seed=seed, batch_size=BATCH)
+    completions = generate(
+        target,
+        prompts,
+        max_new_tokens,
+        temperature=1.0,
+        seed=seed,
+        batch_size=BATCH,
+        capture=target.embed.weight.is_cuda,
+        progress=True,
+    )
     return [Sample((*head, *done.tokens), len(head)) for head, done in zip(prompts, completions, strict=True)]
 
 

@@ -25,9 +25,12 @@ class Site(NamedTuple):
     norm_weight: Tensor
 
 
+OPS = True  # False runs the plain formulas in inference too: for GPUs without the kernels
+
+
 def uses_ops(x: Tensor) -> bool:
     """Whether `x` takes the inference ops: bf16 and no gradient wanted."""
-    return x.dtype == torch.bfloat16 and not torch.is_grad_enabled()
+    return OPS and x.dtype == torch.bfloat16 and not torch.is_grad_enabled()
 
 
 def pre(residual: Tensor, site: Site, config: MHCConfig) -> PreOutput:

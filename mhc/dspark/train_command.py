@@ -15,6 +15,7 @@ import torch
 
 from mhc.bench.records import free_path, run_line
 from mhc.config import MHCConfig
+from mhc.dspark import hyper
 from mhc.dspark import tokenizer as tokenizers
 from mhc.dspark.artifacts import CARD, TOKENIZER, load_pair, read_card, save_weights, update_card
 from mhc.dspark.config import V4Config
@@ -43,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for weights, tokenizer, card and loss curves")
     parser.add_argument("--work", type=Path, help="folder for checkpoints (default: <out>-work)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--maps", default="kernels", choices=("kernels", "torch"), help="mHC in inference; torch needs no TileLang"
+    )
     parser.add_argument("--preset", default="mini", choices=sorted(PRESETS), help="shapes (target only)")
     parser.add_argument("--steps", type=int, help="optimiser steps (default: target 2500, draft 4000)")
     parser.add_argument("--minutes", type=float, help="end the schedule there (default: target 4.5, draft 2.5)")
@@ -58,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train one model; 0 when its weights are written."""
+    hyper.OPS = args.maps == "kernels"
     path = args.out / f"{args.model}.safetensors"
     if path.exists():
         raise FileExistsError(f"{path} exists: remove it to train again, or name another --out")

@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mini.add_argument("--arm", default="broadcast", help="plain, repeat, broadcast, ..")
     mini.add_argument("--threshold", type=float, default=0.0, help="cut drafts at the first confidence below")
     mini.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    mini.add_argument("--maps", default="kernels", choices=("kernels", "torch"), help="torch needs no TileLang")
     mini.add_argument("--batch-size", type=int, default=64, help="questions decoded together and saved together")
     server = parser.add_argument_group("openai")
     server.add_argument("--base-url", default="http://localhost:8000")
@@ -94,9 +95,11 @@ def _mini(args: argparse.Namespace, problems: Sequence[Problem]) -> int:
     import torch
     from tqdm import tqdm
 
+    from mhc.dspark import hyper
     from mhc.dspark.artifacts import load_pair, read_card
     from mhc.gsm8k.mini import Arm, encode_prompts, run_arm
 
+    hyper.OPS = args.maps == "kernels"
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     pair = load_pair(args.model, device)
     plain = args.arm == "plain"
@@ -139,8 +142,10 @@ def _openai(args: argparse.Namespace, problems: Sequence[Problem]) -> int:
 def _record(args: argparse.Namespace, problems: Sequence[Problem]) -> int:
     import torch
 
+    from mhc.dspark import hyper
     from mhc.gsm8k.record import Scope, record
 
+    hyper.OPS = args.maps == "kernels"
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     scope = Scope(k=args.k, max_tokens=args.max_tokens, seed=args.seed or 0, rule=args.rule)
     print(f"wrote {record(args.model, args.out, problems, scope, device)}")

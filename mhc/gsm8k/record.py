@@ -28,7 +28,6 @@ from mhc.gsm8k.prompts import MAX_TOKENS, Rule
 
 ARMS = ("repeat", "broadcast")
 EXACT = "_fp64"
-BATCH = 512  # bounds the prefill's attention scores to a few GB
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Scope:
     """
 
     k: int = 7
-    thresholds: tuple[float, ...] = (0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    thresholds: tuple[float, ...] = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
     speed_requests: tuple[int, ...] = (1, 16, 256)
     speed_rounds: int = 3
     max_tokens: int = MAX_TOKENS
@@ -93,7 +92,6 @@ def record(folder: str | Path, out: str | Path, problems: Sequence[Problem], sco
                 rule=scope.rule,
                 seed=scope.seed,
                 max_tokens=scope.max_tokens,
-                batch_size=BATCH,
             )
             for row in outcome.rows:
                 journal.append(row.record(), sync=False)
