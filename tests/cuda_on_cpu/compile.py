@@ -1,4 +1,4 @@
-"""Compile a PrimFunc's CUDA for sm_90a without a GPU and read what ptxas says about it."""
+"""Compile generated CUDA for sm_90a without a GPU and read what ptxas says about it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
-from tvm import tirx
 
-from .runner import cache_dir, lower
+from .lowering import cache_dir
 
 
 @dataclass(frozen=True)
@@ -37,44 +35,49 @@ class Usage:
         return bool(self.stack_bytes or self.spill_store_bytes or self.spill_load_bytes)
 
 
-def usage(prim_func: tirx.PrimFunc, pass_configs: Mapping[str, Any] | None = None) -> list[Usage]:
-    """Lower and compile; see `compile_source`."""
-    return compile_source(lower(prim_func, dict(pass_configs or {})).kernel_source)
-
-
-def compile_source(source: str) -> list[Usage]:
-    """Compile CUDA source for sm_90a.
+def compile_sources(sources: Sequence[str]) -> list[list[Usage]]:
+    """Compile CUDA sources for sm_90a, all in one call of nvcc: most of its time goes into headers they share.
 
     Args:
-        source: what TileLang generated.
+        sources: what TileLang generated.
 
     Returns:
-        One `Usage` a kernel, from the cache when this source was compiled before by this nvcc.
+        For each source a `Usage` for each of its kernels, from the cache where this nvcc has seen the source before.
 
     Raises:
         RuntimeError: nvcc refused; its message.
     """
-    home = cuda_home()
-    nvcc = home / "bin" / "nvcc"
+    nvcc = cuda_home() / "bin" / "nvcc"
+    include = (TILELANG_TEMPLATE_PATH, CUTLASS_INCLUDE_DIR, cuda_home() / "include" / "cccl")
     # the options of TileLang's own build, and a report
     options = ["--cubin", "-O3", "-std=c++20", "-arch=sm_90a", "-Xptxas", "-v", "-w"]
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     tilelang_version = importlib.metadata.version("tilelang")  # its headers are part of the source
-    key = hashlib.sha256("\0".join([source, *options, version, tilelang_version]).encode()).hexdigest()[:24]
-    report = cache_dir() / f"{key}.ptxas.json"
-    if not report.exists():
-        include = [f"-I{path}" for path in (TILELANG_TEMPLATE_PATH, CUTLASS_INCLUDE_DIR, home / "include" / "cccl")]
+    keys = ["\0".join([source, *options, version, tilelang_version]).encode() for source in sources]
+    reports = [cache_dir() / f"{hashlib.sha256(key).hexdigest()[:24]}.ptxas.json" for key in keys]
+    new = {report: source for report, source in zip(reports, sources, strict=True) if not report.exists()}
+    if new:
         with tempfile.TemporaryDirectory(dir=cache_dir()) as folder:
-            file = Path(folder, "kernel.cu")
-            file.write_text(source)
-            command = [str(nvcc), *options, *include, "-o", f"{folder}/kernel.cubin", str(file)]
+            file = Path(folder, "kernels.cu")
+            file.write_text("\n".join(_renamed(source, f"_of_{i}") for i, source in enumerate(new.values())))
+            command = [nvcc, *options, *(f"-I{path}" for path in include), "-o", f"{folder}/kernels.cubin", file]
             result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode:
                 raise RuntimeError(f"nvcc refused the generated CUDA:\n{result.stderr[-3000:]}")
-            written = Path(folder, "report")
-            written.write_text(json.dumps([asdict(u) for u in parse_ptxas(result.stderr + result.stdout)]))
-            written.replace(report)
-    return [Usage(**fields) for fields in json.loads(report.read_text())]
+            found = parse_ptxas(result.stderr + result.stdout)
+            for i, report in enumerate(new):
+                end = f"_of_{i}"
+                own = [asdict(u) | {"kernel": u.kernel.removesuffix(end)} for u in found if u.kernel.endswith(end)]
+                written = Path(folder, report.name)
+                written.write_text(json.dumps(own))
+                written.replace(report)
+    return [[Usage(**fields) for fields in json.loads(report.read_text())] for report in reports]
+
+
+def _renamed(source: str, suffix: str) -> str:
+    """The source with all its kernels' names extended, so that many fit one file."""
+    names = set(re.findall(r"__launch_bounds__\([^)]*\) (\w+)\(", source))
+    return re.sub(r"\b(" + "|".join(names) + r")\b", rf"\1{suffix}", source) if names else source
 
 
 def parse_ptxas(text: str) -> list[Usage]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .compile import cuda_home
-from .runner import TARGET, cache_dir
+from .lowering import TARGET, cache_dir
 
 SOURCE = Path(__file__).with_name("no_driver.c")
 VARIABLE = "MHC_TEST_NO_DRIVER"  # set in a process that has no driver to its library's path

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
 import re
 import subprocess
 import tempfile
@@ -20,30 +19,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import tilelang
 import torch
 from torch import Tensor
-from tvm import arith, tirx
-from tvm.target import Target
 
 from .guarded import POISON, Guarded, KernelError
+from .lowering import SIMT, Kernel, Lowered, cache_dir, lower
 
 HERE = Path(__file__).parent
-TARGET = {"kind": "cuda", "arch": "sm_90a"}
-# What the emulator has no model of; T.gemm becomes mma.sync and pipelines become cp.async.
-SIMT = {"tl.disable_tma_lower": True, "tl.disable_warp_specialized": True, "tl.disable_wgmma": True}
 SCALARS: dict[str, Any] = {"int": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
 
 
-def cache_dir() -> Path:
-    """The folder of compiled kernels, made if missing."""
-    path = Path(os.environ.get("MHC_TEST_CACHE", Path.home() / ".cache" / "mhc-tests"))
-    path.mkdir(parents=True, exist_ok=True)
-    return path
-
-
 def run(
-    prim_func: tirx.PrimFunc,
+    prim_func: Any,
     seed: int = 0,
     *,
     concurrent: bool = False,
@@ -66,12 +53,12 @@ def run(
     emulated(prim_func, pass_configs)(seed, concurrent=concurrent, **tensors)
 
 
-def emulated(prim_func: tirx.PrimFunc, pass_configs: Mapping[str, Any] | None = None) -> Emulated:
+def emulated(prim_func: Any, pass_configs: Mapping[str, Any] | None = None) -> Emulated:
     """The built emulation of `prim_func`, made once per object and configs."""
     key = (id(prim_func), repr(pass_configs))
     if key not in _emulated:  # it keeps the function alive, so the id stays its own
-        _emulated[key] = Emulated(prim_func, pass_configs=pass_configs)
-    return _emulated[key]
+        _emulated[key] = (prim_func, Emulated(lower(prim_func, {**SIMT, **(pass_configs or {})})))
+    return _emulated[key][1]
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -100,72 +87,36 @@ class Launch(ctypes.Structure):
     )
 
 
-class Kernel:
-    """One `__global__` function: its launch shape and its signature.
-
-    Args:
-        function: the device function, for its launch attributes.
-        source: the generated CUDA, for the signature.
-    """
-
-    def __init__(self, function: tirx.PrimFunc, source: str) -> None:
-        attrs = function.attrs
-        self.name = str(attrs["global_symbol"])
-        self.extents = {str(axis): extent for axis, extent in attrs["thread_extent"].items()}
-        self.dynamic_shared = int(attrs["dyn_shared_memory_buf"]) if "dyn_shared_memory_buf" in attrs else 0
-        self.cooperative = "use_cooperative_groups" in attrs
-        self.cluster = [int(n) for n in attrs["cluster_dims"]] if "cluster_dims" in attrs else [1, 1, 1]
-        head = re.search(rf"void __launch_bounds__\([^)]*\) {self.name}\(([^)]*)\) {{", source)
-        assert head, f"no definition of {self.name} in the generated source"
-        self.position = head.start()
-        # e.g. `const float* __restrict__ x` -> ("const float*", "x")
-        parameters = [p.replace("__restrict__", "").rsplit(maxsplit=1) for p in head[1].split(",")]
-        self.parameters = [(ctype.strip(), name) for ctype, name in parameters]
-
-    def entry(self) -> str:
-        """A C function that unpacks an array of pointers into the arguments."""
-        arguments = ", ".join(f"*({ctype}*)a[{i}]" for i, (ctype, _) in enumerate(self.parameters))
-        return f'extern "C" void enter_{self.name}(void** a) {{ {self.name}({arguments}); }}\n'
-
-
 class Emulated:
-    """A PrimFunc compiled for the CPU.
+    """A lowered PrimFunc compiled for the CPU.
 
     Args:
-        prim_func: the TileLang function.
+        lowered: what TileLang made of it, with the features in `SIMT` off.
         edit: changes the generated CUDA before it is compiled; for tests that plant a bug.
-        pass_configs: further TileLang pass configs.
     """
 
-    def __init__(
-        self,
-        prim_func: tirx.PrimFunc,
-        edit: Callable[[str], str] | None = None,
-        pass_configs: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.prim_func = prim_func
-        artifact = lower(prim_func, {**SIMT, **(pass_configs or {})})
-        self.source: str = artifact.kernel_source
-        if edit:
-            edited = edit(self.source)
-            assert edited != self.source, "the edit changed nothing"
-            self.source = edited
-        kernels = [Kernel(function, self.source) for function in artifact.device_mod.functions.values()]
-        self.kernels = sorted(kernels, key=lambda kernel: kernel.position)
-        text, self.static_shared = to_cpp(self.source, self.kernels)
+    def __init__(self, lowered: Lowered, edit: Callable[[str], str] | None = None) -> None:
+        self.lowered, self.source = lowered, edit(lowered.source) if edit else lowered.source
+        if edit and self.source == lowered.source:
+            raise ValueError("the edit changed nothing in the generated CUDA")
+        text, self.static_shared = to_cpp(self.source, lowered.kernels)
         self.library = build(text)
+
+    @property
+    def written(self) -> list[str]:
+        """The tensors that may be written, in the order of the parameters."""
+        names = {name for kernel in self.lowered.kernels for name in kernel.written}
+        return [name for name in self.lowered.tensors if name in names]
 
     def __call__(self, seed: int = 0, *, concurrent: bool = False, **tensors: Tensor) -> None:
         """Launch; see `run`."""
-        sizes = bind(self.prim_func, tensors)
+        sizes = bind(self.lowered, tensors)
         guarded = {name: Guarded(tensor) for name, tensor in tensors.items()}
         try:
-            for kernel in self.kernels:
+            for kernel in self.lowered.kernels:
                 self._launch(kernel, sizes, guarded, seed, concurrent)
-            for kernel in self.kernels:
-                for ctype, name in kernel.parameters:
-                    if "*" in ctype and "const" not in ctype:
-                        guarded[name].check_and_copy_back(name)
+            for name in self.written:
+                guarded[name].check_and_copy_back(name)
         finally:
             for copy in guarded.values():
                 copy.free()
@@ -173,10 +124,8 @@ class Emulated:
     def _launch(
         self, kernel: Kernel, sizes: dict[str, int], guarded: dict[str, Guarded], seed: int, concurrent: bool
     ) -> None:
-        grid, block = (
-            [evaluate(kernel.extents.get(f"{which}.{axis}", 1), sizes) for axis in "xyz"]
-            for which in ("blockIdx", "threadIdx")
-        )
+        shape = kernel.shape(sizes)
+        grid, block = shape[:3], shape[3:]
         if 0 in grid:
             raise KernelError(
                 f"{kernel.name}: grid {grid} is empty, which the driver refuses; return early on the host"
@@ -211,13 +160,6 @@ class Emulated:
         return text
 
 
-def lower(prim_func: tirx.PrimFunc, pass_configs: dict[str, Any]) -> Any:
-    """TileLang's CompiledArtifact: `.kernel_source` and `.device_mod`."""
-    target = Target(TARGET)
-    with tilelang.transform.PassContext(opt_level=3, config=pass_configs), target:
-        return tilelang.lower(prim_func, target=target)
-
-
 def to_cpp(source: str, kernels: list[Kernel]) -> tuple[str, int]:
     """The CUDA source as C++ against tilelang_names.h, and the bytes of its static shared memory."""
     dynamic = max(kernel.dynamic_shared for kernel in kernels)
@@ -235,12 +177,18 @@ def to_cpp(source: str, kernels: list[Kernel]) -> tuple[str, int]:
         r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];", r"\1* \2 = (\1*)emu::self->block->shared;", source
     )
     source = re.sub(r"__shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[(\d+)\];", place_static, source)
-    entries = "".join(kernel.entry() for kernel in kernels)
+    entries = "".join(_entry(kernel) for kernel in kernels)
     run_function = (
         'extern "C" int emu_run(const emu::Launch* launch, char* message, uint64_t* fault) '
         "{ return emu::guarded_run(launch, message, fault); }\n"
     )
     return f'#include "tilelang_names.h"\n#line 1 "kernel.cu"\n{source}\n{entries}{run_function}', static
+
+
+def _entry(kernel: Kernel) -> str:
+    """A C function that unpacks an array of pointers into the kernel's arguments."""
+    arguments = ", ".join(f"*({ctype}*)a[{i}]" for i, (ctype, _) in enumerate(kernel.parameters))
+    return f'extern "C" void enter_{kernel.name}(void** a) {{ {kernel.name}({arguments}); }}\n'
 
 
 SIZES = {"uchar": 1, "bfloat16_t": 2, "float": 4, "int": 4, "uint": 4, "int64_t": 8, "float2": 8, "float4": 16}
@@ -281,36 +229,20 @@ def _flags() -> list[str]:
     return flags
 
 
-def bind(prim_func: tirx.PrimFunc, tensors: dict[str, Tensor]) -> dict[str, int]:
+def bind(lowered: Lowered, tensors: dict[str, Tensor]) -> dict[str, int]:
     """Check the tensors against the parameters; return the values of the symbolic sizes."""
-    buffers = {prim_func.buffer_map[p].name: prim_func.buffer_map[p] for p in prim_func.params}
-    if buffers.keys() != tensors.keys():
-        raise ValueError(f"tensors must be {', '.join(buffers)}, got {', '.join(tensors)}")
+    if lowered.tensors.keys() != tensors.keys():
+        raise ValueError(f"tensors must be {', '.join(lowered.tensors)}, got {', '.join(tensors)}")
     sizes: dict[str, int] = {}
-    for name, buffer in buffers.items():
+    for name, (dtype, want) in lowered.tensors.items():
         tensor = tensors[name]
-        want = [dim.name if isinstance(dim, tirx.Var) else int(dim) for dim in buffer.shape]
         got = [sizes.setdefault(d, n) if isinstance(d, str) else d for d, n in zip(want, tensor.shape, strict=False)]
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype != str(buffer.dtype) or len(want) != tensor.dim() or got != list(tensor.shape):
-            raise ValueError(f"{name} must be {buffer.dtype} {want}, got {dtype} {list(tensor.shape)}")
+        given = str(tensor.dtype).removeprefix("torch.")
+        if given != dtype or len(want) != tensor.dim() or got != list(tensor.shape):
+            raise ValueError(f"{name} must be {dtype} {want}, got {given} {list(tensor.shape)}")
         if not tensor.is_contiguous() or tensor.device.type != "cpu":
             raise ValueError(f"{name} must be a contiguous CPU tensor, got {tensor.stride()} on {tensor.device}")
     return sizes
 
 
-def evaluate(extent: Any, sizes: dict[str, int]) -> int:
-    """A launch extent, e.g. `(T + 63) // 64`, as a number."""
-    if isinstance(extent, int):
-        return extent
-    values: dict[Any, Any] = {}
-
-    def visit(node: Any) -> None:
-        if isinstance(node, tirx.Var):
-            values[node] = tirx.const(sizes[node.name], node.dtype)
-
-    tirx.stmt_functor.post_order_visit(tirx.Evaluate(extent), visit)
-    return int(arith.Analyzer().simplify(tirx.stmt_functor.substitute(extent, values)))
-
-
-_emulated: dict[tuple[int, str], Emulated] = {}
+_emulated: dict[tuple[int, str], tuple[Any, Emulated]] = {}

@@ -8,28 +8,30 @@ from typing import Any
 import pytest
 
 from . import sample_kernels
-from .compile import compile_source, parse_ptxas, usage
+from .compile import compile_sources, parse_ptxas
 from .launches import in_process
-from .runner import SIMT, lower
+from .lowering import SIMT, lower
 
 
 def test_a_sample_compiles_without_spills() -> None:
-    (kernel,) = usage(sample_kernels.reverse())
+    (kernel,) = compile_sources([lower(sample_kernels.reverse()).source])[0]
     assert kernel.kernel == "reverse_kernel_kernel"
     assert 0 < kernel.registers <= 64
     assert not kernel.spills
 
 
 def test_a_forced_spill_is_seen() -> None:
-    source = lower(sample_kernels.gemm(64, 256, 128), SIMT).kernel_source
-    assert not compile_source(source)[0].spills
+    source = lower(sample_kernels.gemm(64, 256, 128), SIMT).source
     starved = re.sub(r"__launch_bounds__\([^)]*\)", "__launch_bounds__(1024, 2)", source)
-    assert compile_source(starved)[0].spills
+    (as_is,), (spilling,) = compile_sources([source, starved])
+    assert not as_is.spills
+    assert spilling.spills
+    assert as_is.kernel == spilling.kernel
 
 
 def test_nvcc_errors_are_passed_on() -> None:
     with pytest.raises(RuntimeError, match="nvcc refused"):
-        compile_source("__global__ void f() { undeclared(); }")
+        compile_sources(["__global__ void f() { undeclared(); }"])
 
 
 def test_the_report_is_parsed() -> None:

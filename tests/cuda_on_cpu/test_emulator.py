@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from . import runner, sample_kernels
+from .lowering import SIMT, lower
 from .runner import Emulated, KernelError, emulated, poisoned, run, still_poisoned
 
 SEEDS = (0, 1, 2, 3)
 BF16, FP32 = torch.bfloat16, torch.float32
-NO_AUTO_SYNC = {"tl.disable_thread_storage_sync": True}
+NO_AUTO_SYNC = {**SIMT, "tl.disable_thread_storage_sync": True}
 
 
 @pytest.fixture(scope="module", name="kernel")
@@ -121,7 +122,7 @@ def test_portable_switch_agrees(kernel: Any, monkeypatch: pytest.MonkeyPatch) ->
     flags = [*runner._flags(), "-DEMU_PORTABLE_SWITCH"]
     monkeypatch.setattr(runner, "_flags", lambda: flags)
     x, y = random(3, 96), poisoned(3, 96, dtype=FP32)
-    Emulated(kernel("reverse"), pass_configs=NO_AUTO_SYNC)(2, x=x, y=y)
+    Emulated(lower(kernel("reverse"), NO_AUTO_SYNC))(2, x=x, y=y)
     assert torch.equal(y, x.flip(1))
 
 
@@ -162,7 +163,7 @@ def outcome(broken: Emulated, want: dict[str, Tensor], **inputs: Tensor) -> str:
 def test_every_removed_barrier_is_noticed(kernel: Any, barrier: int) -> None:
     x = random(4, 96)
     edit = removed("__syncthreads();", barrier)
-    broken = Emulated(kernel("reverse"), edit, NO_AUTO_SYNC)
+    broken = Emulated(lower(kernel("reverse"), NO_AUTO_SYNC), edit)
     assert broken.source.count("__syncthreads();") == 1
     assert outcome(broken, {"y": x.flip(1)}, x=x) in ("poison", "wrong")
 
@@ -176,7 +177,7 @@ def test_a_removed_pipeline_barrier_or_wait_is_noticed(kernel: Any) -> None:
         removed("tl::cp_async_wait<1>();"),
         replaced(r"cp_async_wait<1>", "cp_async_wait<2>"),
     ):
-        assert outcome(Emulated(kernel("gemm"), edit), want, a=a, b=b) in ("poison", "wrong")
+        assert outcome(Emulated(lower(kernel("gemm"), SIMT), edit), want, a=a, b=b) in ("poison", "wrong")
 
 
 @pytest.mark.parametrize(
@@ -194,44 +195,43 @@ def test_a_removed_pipeline_barrier_or_wait_is_noticed(kernel: Any) -> None:
 )
 def test_a_wrong_index_is_noticed(kernel: Any, edit: Callable[[str], str], says: str) -> None:
     x = random(3, 96)
-    assert re.search(says, outcome(Emulated(kernel("reverse"), edit, NO_AUTO_SYNC), {"y": x.flip(1)}, x=x))
+    assert re.search(says, outcome(Emulated(lower(kernel("reverse"), NO_AUTO_SYNC), edit), {"y": x.flip(1)}, x=x))
 
 
 def test_a_read_just_outside_is_poison(kernel: Any) -> None:
     x = random(3, 96)
-    broken = Emulated(kernel("reverse"), replaced(r"= (x\[.*\]);", r"= (&\1)[-1];"), NO_AUTO_SYNC)
+    broken = Emulated(lower(kernel("reverse"), NO_AUTO_SYNC), replaced(r"= (x\[.*\]);", r"= (&\1)[-1];"))
     assert outcome(broken, {"y": x.flip(1)}, x=x) == "poison"
 
 
 def test_a_divergent_barrier_is_named(kernel: Any) -> None:
     x = random(1, 96)
-    half = Emulated(
-        kernel("reverse"), replaced(r"__syncthreads\(\);", "if (threadIdx.x < 32) __syncthreads();"), NO_AUTO_SYNC
-    )
+    lowered = lower(kernel("reverse"), NO_AUTO_SYNC)
+    half = Emulated(lowered, replaced(r"__syncthreads\(\);", "if (threadIdx.x < 32) __syncthreads();"))
     says = outcome(half, {"y": x.flip(1)}, x=x)
     assert re.search(
         r"deadlock in block \(0,0,0\): of 96 threads 64 exited, 32 wait at __syncthreads \(line \d+\)", says
     )
     assert re.search(r"line \d+: if \(threadIdx.x < 32\) __syncthreads", says)
     split = "if (threadIdx.x < 32)\n __syncthreads();\n else\n __syncthreads();"
-    both = Emulated(kernel("reverse"), replaced(r"__syncthreads\(\);", split), NO_AUTO_SYNC)
+    both = Emulated(lowered, replaced(r"__syncthreads\(\);", split))
     assert "divergent barrier" in outcome(both, {"y": x.flip(1)}, x=x)
 
 
 def test_a_missing_cluster_barrier_is_noticed(kernel: Any) -> None:
     x = random(2, 4, 128)
     want = {"y": x.sum(1, keepdim=True).expand(2, 4, 128)}
-    first = Emulated(kernel("cluster_sum"), removed("tl::cluster_sync();"))
+    first = Emulated(lower(kernel("cluster_sum"), SIMT), removed("tl::cluster_sync();"))
     assert "has not started" in outcome(first, want, x=x)
-    second = Emulated(kernel("cluster_sum"), replaced(r"tl::cluster_(arrive|wait)\(\);", ""))
+    second = Emulated(lower(kernel("cluster_sum"), SIMT), replaced(r"tl::cluster_(arrive|wait)\(\);", ""))
     assert outcome(second, want, x=x) in ("poison", "wrong") or "has exited" in outcome(second, want, x=x)
-    unpaired = Emulated(kernel("cluster_sum"), removed("tl::cluster_arrive();"))
+    unpaired = Emulated(lower(kernel("cluster_sum"), SIMT), removed("tl::cluster_arrive();"))
     assert "cluster_wait without a cluster_arrive" in outcome(unpaired, want, x=x)
 
 
 def test_an_uninitialised_local_is_noticed(kernel: Any) -> None:
     a, b = random(128, 256, dtype=BF16), random(32, 256, dtype=BF16)
-    broken = Emulated(kernel("gemm"), replaced(r"\*\(float4\*\)\(sums \+ .*", ""))
+    broken = Emulated(lower(kernel("gemm"), SIMT), replaced(r"\*\(float4\*\)\(sums \+ .*", ""))
     assert outcome(broken, {"c": (a.double() @ b.double().T).float()}, a=a, b=b) == "wrong"
 
 
@@ -239,7 +239,7 @@ def test_waiting_for_a_block_that_never_runs_is_named(kernel: Any) -> None:
     spin = replaced(r"(int mine\[1\];|mine\[0\] = )", r"while (tl_other(ticket)) {} \1")
     prefix = "static bool tl_other(int* t) { return AtomicLoad(t, 0) != 7; }\n"
     x = random(7, 32)
-    broken = Emulated(kernel("last_block_sum"), lambda s: prefix + spin(s))
+    broken = Emulated(lower(kernel("last_block_sum"), SIMT), lambda s: prefix + spin(s))
     with pytest.raises(KernelError, match="concurrent=True"):
         broken(0, x=x, part=torch.zeros(7), ticket=torch.zeros(1, dtype=torch.int32), out=torch.zeros(1))
 
@@ -264,4 +264,4 @@ def test_bad_tensors_are_refused(kernel: Any) -> None:
 
 def test_an_unknown_intrinsic_is_named(kernel: Any) -> None:
     with pytest.raises(NotImplementedError, match="tma_load"):
-        Emulated(kernel("add"), replaced(r"(z\[|\*\(uint4\*\)\(z)", r"tl::tma_load(); \1"))
+        Emulated(lower(kernel("add"), SIMT), replaced(r"(z\[|\*\(uint4\*\)\(z)", r"tl::tma_load(); \1"))
