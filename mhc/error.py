@@ -1,10 +1,8 @@
-"""How far an implementation of the broadcast pre may be from the exact maths: inputs, arms, a-priori bounds.
+"""How far a first-layer pre may be from the exact maths: what is measured, and a-priori bounds for it.
 
-An *arm* is a way to the mixes (`repeat`: materialised streams; `fold`: the projection folded in fp32; `fold64`: folded
-exactly and rounded once, `mhc.fold`) with an arithmetic of `mhc.arithmetic.project`. The bounds hold for every input,
-not on average; notebook 02 derives them and draws them beside the measured errors.
+The bounds hold for every input, not on average; notebook 02 derives them and draws them beside the measured errors.
 
-Sources: Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.1 and 4.2, for sums;
+Sources: Higham, Accuracy and Stability of Numerical Algorithms (2002), sections 3.1 and 4.2, for sums;
 Birkhoff's contraction of the Hilbert metric for Sinkhorn.
 """
 
@@ -15,137 +13,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mhc import reference
-from mhc.arithmetic import ARITHMETICS, U_BF16, U_FP32, U_TF32, depth, dot, project
+from mhc.arithmetic import ARITHMETICS, U_BF16, U_FP32, U_TF32, depth, err_ulp
+from mhc.arms import FOLDS, NORMS, Inputs, Stages, exact, one_of
 from mhc.config import MHCConfig
-from mhc.weights import fold
 
-FOLDS = ("repeat", "fold", "fold64")
-NORMS = ("spec", "analytic", "none")
 TINY = 2.0**-120
 """Above anything that fp32 flushes or rounds in its subnormal range."""
-CASES = ("gaussian", "cancelling", "large_base", "zero_rows", "tiny", "outliers", "aligned")
 
 
-class Inputs(NamedTuple):
-    """Arguments of a first-layer pre."""
-
-    x: Tensor  # [T, H] bf16
-    fn: Tensor  # [M, hc * H] fp32
-    scale: Tensor  # [3] fp32
-    base: Tensor  # [M] fp32
-    norm_weight: Tensor  # [H] bf16
-
-
-class Stages(NamedTuple):
-    """Every intermediate result of a first-layer pre, in the dtype it was computed in."""
-
-    mixes: Tensor  # [T, M]
-    pre_sum: Tensor  # [T], P
-    post: Tensor  # [T, hc]
-    comb: Tensor  # [T, hc, hc]
-    collapsed: Tensor  # [T, H], y before its rounding to bf16
-    layer_input: Tensor  # [T, H]
-
-
-class PreBound(NamedTuple):
-    """Largest distances from the exact maths that rounding can cause."""
+class PreError(NamedTuple):
+    """Distances from the exact maths: measured, or the largest that rounding can cause."""
 
     mixes: Tensor  # [T, M], absolute
     post: Tensor  # [T, hc], absolute
-    comb: Tensor  # [T], absolute, any entry
-    collapsed: Tensor  # [T], relative, y before its rounding to bf16
-    layer_input_ulp: Tensor  # [T], bf16 ulp of the exact value, final rounding included
+    comb: Tensor  # [T], largest, absolute
+    collapsed: Tensor  # [T], largest, relative, y before its rounding to bf16
+    layer_input_ulp: Tensor  # [T], largest, in bf16 ulp of the exact value, final rounding included
 
 
-def make_inputs(case: str, tokens: int, config: MHCConfig, seed: int, fn_std: float | None = None) -> Inputs:
-    """Draw a first-layer problem.
-
-    Args:
-        case: `gaussian`: mixes of size 1. `cancelling`: the streams' weights cancel to one part in 10^5.
-            `large_base`: base of +-8, so that gates saturate and comb nears a permutation. `zero_rows`: every other
-            token is zero, and so is every third row of fn. `tiny`: embeddings of 1e-4, below the root of the eps.
-            `outliers`: three channels of x a thousand times the rest, heavy-tailed fn. `aligned`: x is the signs of
-            the first folded row, so that the errors of its truncated weights all add up.
-        tokens: `T`.
-        config: shapes.
-        seed: of an own generator.
-        fn_std: standard deviation of fn; by default `(hc * H)^-0.5`.
-
-    Raises:
-        ValueError: `case` is unknown.
-    """
-    if case not in CASES:
-        raise ValueError(f"case must be one of {', '.join(CASES)}, got {case!r}")
-    hc, hidden, rows = config.hc_mult, config.hidden_size, config.mix_rows
-    generator = torch.Generator().manual_seed(seed)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    fn_std = (hc * hidden) ** -0.5 if fn_std is None else fn_std
-    x, fn, base = randn(tokens, hidden), fn_std * randn(rows, hc, hidden), randn(rows)
-    scale, norm_weight = 1 + 0.1 * randn(3), 1 + 0.1 * randn(hidden)
-    if case == "cancelling":
-        fn[:, -1] = 1e-5 * fn[:, -1] - fn[:, :-1].sum(1)
-    elif case == "large_base":
-        base = 8 * base.sign()
-    elif case == "zero_rows":
-        x[::2], fn[::3] = 0, 0
-    elif case == "tiny":
-        x *= 1e-4
-    elif case == "outliers":
-        x[:, :3] *= 1e3
-        fn *= 1 / randn(rows, hc, hidden).abs().clamp(min=0.01)
-    elif case == "aligned":
-        x = fn[0].sum(0).sign().expand(tokens, hidden)
-    return Inputs(x.to(torch.bfloat16), fn.flatten(1), scale, base, norm_weight.to(torch.bfloat16))
-
-
-def exact(inputs: Inputs, config: MHCConfig) -> Stages:
-    """The ground truth: repeated streams in fp64 and no rounding anywhere, not even the spec's bf16(y)."""
-    x, fn, scale, base, norm_weight = (tensor.to(torch.float64) for tensor in inputs)
-    r = reference.expand(x, config.hc_mult)
-    mixes = reference.mixes(r.flatten(1), fn, config.rms_eps)
-    pre, post, comb = reference.gates(mixes, scale, base, config)
-    y = reference.collapse(r, pre)
-    return Stages(mixes, pre.sum(-1), post, comb, y, reference.rms_norm(y, norm_weight, config.norm_eps))
-
-
-def evaluate(inputs: Inputs, config: MHCConfig, how: str, arithmetic: str, norm: str = "spec") -> Stages:
-    """One arm, in fp32 with the emulated projection.
-
-    Args:
-        inputs: the problem.
-        config: shapes and constants.
-        how: `repeat`, `fold` or `fold64`.
-        arithmetic: of the projection, see `mhc.arithmetic.project`.
-        norm: `spec` normalises bf16(y); `analytic` normalises P * x without that rounding; `none` returns y.
-
-    Returns:
-        Stages whose `layer_input` is bf16 and whose other members are fp32.
-
-    Raises:
-        ValueError: `how`, `norm` or `arithmetic` is unknown.
-    """
-    _one_of("how", how, FOLDS)
-    _one_of("norm", norm, NORMS)
-    x, fn, scale, base, norm_weight = inputs
-    r = reference.expand(x, config.hc_mult)
-    flat = r.flatten(1) if how == "repeat" else x
-    width = flat.shape[1]
-    weight = {"repeat": fn, "fold": reference.fold(fn, config.hc_mult), "fold64": fold(fn, config.hc_mult)}[how]
-    squares = dot(flat.float().square(), torch.ones(1, width)) / width
-    mixes = project(flat, weight, arithmetic) * torch.rsqrt(squares + config.rms_eps)
-    pre, post, comb = reference.gates(mixes, scale, base, config)
-    pre_sum = pre.sum(-1)
-    y = reference.collapse(r, pre) if how == "repeat" else pre_sum.unsqueeze(-1) * x.float()
-    out = y
-    if norm == "analytic":
-        out = reference.analytic_norm(x.float(), pre_sum, norm_weight, config.norm_eps)
-    elif norm == "spec":
-        out = reference.rms_norm(reference.round_bf16(y), norm_weight, config.norm_eps)
-    return Stages(mixes, pre_sum, post, comb, y, out.to(torch.bfloat16))
+def measure(stages: Stages, truth: Stages, norm: str = "spec") -> PreError:
+    """The errors of an evaluated arm; with norm `none` the layer input is held against y."""
+    collapsed = (stages.collapsed - truth.collapsed).abs() / truth.collapsed.abs().clamp(min=TINY**2)
+    layer_input = truth.collapsed if norm == "none" else truth.layer_input
+    return PreError(
+        (stages.mixes - truth.mixes).abs(),
+        (stages.post - truth.post).abs(),
+        (stages.comb - truth.comb).abs().amax((1, 2)),
+        collapsed.amax(1),
+        err_ulp(stages.layer_input, layer_input).amax(1),
+    )
 
 
 def gamma(count: float, unit: float = U_FP32) -> float:
@@ -155,7 +51,7 @@ def gamma(count: float, unit: float = U_FP32) -> float:
 
 def pre_bound(
     inputs: Inputs, config: MHCConfig, how: str, arithmetic: str, norm: str = "spec", sum_depth: int | None = None
-) -> PreBound:
+) -> PreError:
     """What rounding can do to one arm, from its inputs alone: every error of `evaluate` lies below, for any input.
 
     Args:
@@ -166,9 +62,9 @@ def pre_bound(
     Raises:
         ValueError: as `evaluate`.
     """
-    _one_of("how", how, FOLDS)
-    _one_of("norm", norm, NORMS)
-    _one_of("arithmetic", arithmetic, ARITHMETICS)
+    one_of("how", how, FOLDS)
+    one_of("norm", norm, NORMS)
+    one_of("arithmetic", arithmetic, ARITHMETICS)
     hc, truth = config.hc_mult, exact(inputs, config)
     x, fn, scale, base = (tensor.to(torch.float64) for tensor in inputs[:4])
     streams = fn.view(-1, hc, x.shape[1])
@@ -206,7 +102,7 @@ def pre_bound(
         relative = (1 + 2 * U_BF16) * (2 * U_BF16 + relative)
     elif norm == "none":
         relative = collapsed
-    return PreBound(mixes, post, comb, collapsed, 0.5 + (1 + U_BF16) * relative / U_BF16)
+    return PreError(mixes, post, comb, collapsed, 0.5 + (1 + U_BF16) * relative / U_BF16)
 
 
 def sinkhorn_bound(logits: Tensor, off: Tensor, config: MHCConfig) -> Tensor:
@@ -249,7 +145,7 @@ def sinkhorn_bound(logits: Tensor, off: Tensor, config: MHCConfig) -> Tensor:
 
 def broadcast_bound(
     inputs: Inputs, config: MHCConfig, arithmetic: str, *, how: str = "fold64", baseline: str = "tf32_truncate"
-) -> PreBound:
+) -> PreError:
     """How far the broadcast pre and the repeat may be apart: the two distances from the truth, added.
 
     Args:
@@ -260,10 +156,10 @@ def broadcast_bound(
         baseline: arithmetic of the repeat; DeepGEMM's by default.
 
     Returns:
-        PreBound of the difference; two layer inputs lie at most `layer_input_ulp` rounded down bf16 steps apart,
+        PreError of the difference; two layer inputs lie at most `layer_input_ulp` rounded down bf16 steps apart,
         give or take a power of two between them.
     """
-    return PreBound(
+    return PreError(
         *map(torch.add, pre_bound(inputs, config, how, arithmetic), pre_bound(inputs, config, "repeat", baseline))
     )
 
@@ -293,8 +189,3 @@ def collapse_bound(output: Tensor, x: Tensor, post_mix: Tensor, config: MHCConfi
     x = x.to(torch.float64).abs().unsqueeze(1)
     written = (post_mix.to(torch.float64).unsqueeze(-1) * output.to(torch.float64).unsqueeze(1)).abs()
     return x * (column_deficit(config) + gamma(2 * hc + 2)) + 2 * gamma(2) * (written + x)
-
-
-def _one_of(name: str, value: str, accepted: tuple[str, ...]) -> None:
-    if value not in accepted:
-        raise ValueError(f"{name} must be one of {', '.join(accepted)}, got {value!r}")
