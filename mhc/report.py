@@ -205,13 +205,18 @@ def run(args: argparse.Namespace) -> int:
         return 2
 
     args.out.mkdir(parents=True, exist_ok=True)
+    page = args.out / "report.html"
+    page.unlink(missing_ok=True)  # a run that fails leaves no older page behind
     notebooks = []
     for path in paths:
         print(f"{path}", flush=True)
         notebooks.append(execute(path, small=args.small, timeout_s=args.timeout_s))
         nbformat.write(notebooks[-1].node, args.out / path.name)
-    page = args.out / "report.html"
-    html = render(notebooks, small=args.small)
+    try:
+        html = render(notebooks, small=args.small)
+    except ValueError as error:  # bad TeX, or an output that would load something
+        print(f"mhc report: {error}", file=sys.stderr)
+        return 1
     page.write_text(html, encoding="utf-8")
 
     claims = [item for notebook in notebooks for item in notebook.displayed(CLAIM_MIME)]

@@ -28,4 +28,6 @@ def wrong(fn, hc_mult):  # drops the last stream
 mhc.fold = mhc.weights.fold = mhc.reference.fold = wrong
 """
 
-MUTATIONS: list[Mutation] = []
+MUTATIONS: list[Mutation] = [
+    Mutation("01", "fold-drops-a-stream", WRONG_FOLD),
+]

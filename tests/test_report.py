@@ -118,6 +118,13 @@ def test_good_claims_exit_zero(tmp_path):
     assert main(["report", str(path), "--out", str(tmp_path / "build")]) == 0
 
 
+def test_bad_tex_fails_the_command_without_a_page(tmp_path, capsys):
+    path = write(tmp_path, "01_bad", notebook(markdown(r"# Bad $\frac{1}$")))
+    assert main(["report", str(path), "--out", str(tmp_path / "build")]) == 1
+    assert "not valid TeX" in capsys.readouterr().err
+    assert not (tmp_path / "build" / "report.html").exists()
+
+
 def test_dead_kernel_and_time_limit_are_failures_not_crashes(tmp_path, capsys):
     node = notebook(markdown("# Slow"), code("import time\ntime.sleep(60)"), code("1"))
     executed = execute(write(tmp_path, "01_slow", node), timeout_s=2)
