@@ -28,6 +28,14 @@ def wrong(fn, hc_mult):  # drops the last stream
 mhc.fold = mhc.weights.fold = mhc.reference.fold = wrong
 """
 
+WRONG_FLOOR = """
+from mhc.bench import work
+
+right = work.floor_bytes
+work.floor_bytes = lambda *arguments: tuple(2 * count for count in right(*arguments))
+"""
+
 MUTATIONS: list[Mutation] = [
     Mutation("01", "fold-drops-a-stream", WRONG_FOLD),
+    Mutation("03", "floor-counts-bytes-twice", WRONG_FLOOR),
 ]
