@@ -14,7 +14,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import httpx
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_exponential_jitter
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception,
+    stop_after_attempt,
+    wait_exponential,
+    wait_random,
+)
 from tqdm.asyncio import tqdm
 
 from mhc.gsm8k.data import Problem
@@ -158,7 +165,7 @@ def _worth_retrying(error: BaseException) -> bool:
 
 def _wait_s(state: RetryCallState, backoff_s: float) -> float:
     """Exponential with jitter, but never less than the server's own Retry-After (in seconds)."""
-    wait = wait_exponential_jitter(initial=backoff_s, max=60, jitter=backoff_s)(state)
+    wait = (wait_exponential(multiplier=backoff_s, max=60) + wait_random(0, backoff_s))(state)
     error = state.outcome.exception() if state.outcome else None
     asked = error.response.headers.get("retry-after", "") if isinstance(error, httpx.HTTPStatusError) else ""
     return max(wait, float(asked)) if asked.isdigit() else wait
