@@ -4,8 +4,8 @@ from mhc.dspark.anchored import AnchoredOutput, anchored_forward
 from mhc.dspark.batch import Completion
 from mhc.dspark.cache import LatentCache
 from mhc.dspark.config import V4Config
+from mhc.dspark.decode import generate
 from mhc.dspark.draft import DraftOutput, DSparkDraft
-from mhc.dspark.generate import generate
 from mhc.dspark.initialise import initialise, to_inference
 from mhc.dspark.target import SharedEmbeddings, Target, TargetOutput
 

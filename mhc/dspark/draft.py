@@ -85,9 +85,7 @@ class DSparkDraft(nn.Module):
         """
         weight = self._broadcast
         if weight is None or weight.fn is not self.layers[0].hc_attn_fn or weight.is_stale():
-            raise RuntimeError(
-                "fn_broadcast is not up to date: call process_weights_after_loading() after writing weights"
-            )
+            raise RuntimeError("fn_broadcast is stale: call process_weights_after_loading() after writing weights")
         return weight.tensor
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DSparkDraft:

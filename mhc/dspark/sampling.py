@@ -24,4 +24,5 @@ def pick(weights: Tensor, uniform: Tensor) -> Tensor:
     cumulative = weights.to(torch.float64).cumsum(-1)
     # multiples of 2^-52 below 1 stay strictly below the total after this product
     level = uniform.unsqueeze(-1) * cumulative[..., -1:]
-    return torch.searchsorted(cumulative, level, right=True).squeeze(-1)
+    # a row of NaN (a broken draft) must not point outside the vocabulary
+    return torch.searchsorted(cumulative, level, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)

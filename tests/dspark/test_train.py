@@ -1,0 +1,326 @@
+"""Training: losses by hand, batches and anchors, a resumed run equal to the bit, and the commands end to end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from mhc.__main__ import main
+from mhc.dspark import DSparkDraft, Target, V4Config, anchored_forward, initialise
+from mhc.dspark import tokenizer as tokenizers
+from mhc.dspark.artifacts import load_pair, read_card
+from mhc.dspark.corpus import Sample, batches, collate, encode, perturb, split
+from mhc.dspark.losses import draft_losses, next_token_loss
+from mhc.dspark.optimise import Plan, train
+from mhc.dspark.train_draft import draw_anchors, start_from_target, train_draft
+from mhc.dspark.train_target import train_target
+from mhc.gsm8k.data import SHA256, Problem, sha256
+from mhc.gsm8k.rows import questions, read
+
+WORDS = ["two", "three", "apples", "pens", "has", "buys", "sells", "gives", "each", "day", "more", "left"]
+
+
+def made_up(count: int, seed: int = 0) -> list[Problem]:
+    """Short questions with calculator notes."""
+    rng = random.Random(seed)
+    rows = []
+    for i in range(count):
+        a, b = rng.randrange(10, 99), rng.randrange(10, 99)
+        question = " ".join(rng.choices(WORDS, k=6)) + f" {a} and {b}?"
+        rows.append(Problem(i, question, f"{a}+{b} = <<{a}+{b}={a + b}>>{a + b}\n#### {a + b}"))
+    return rows
+
+
+def samples(count: int, low: int = 12, high: int = 30, prompt: int = 5) -> list[Sample]:
+    """Random sequences of tokens 4 to 31."""
+    rng = random.Random(1)
+    lengths = [rng.randrange(low, high) for _ in range(count)]
+    return [Sample((0, *(rng.randrange(4, 32) for _ in range(n - 2)), 1), prompt) for n in lengths]
+
+
+def plan(steps: int = 4, **changes: object) -> Plan:
+    """A short schedule."""
+    fields = {"lr": 1e-2, "weight_decay": 0.1, "minutes": 5.0, "log_every": 1, "dev_every": 2, "checkpoint_every": 2}
+    return Plan(steps=steps, **(fields | changes))  # type: ignore[arg-type]
+
+
+# ---- tokenizer and corpus ----
+
+
+def test_tokenizer_spells_digits_and_round_trips(tmp_path: Path) -> None:
+    tokenizer = tokenizers.train((f"{p.question} {p.answer}" for p in made_up(200)), 300)
+    assert [tokenizer.token_to_id(name) for name in ("<|begin|>", "<|end|>", "<|pad|>", "<|noise|>")] == [0, 1, 2, 3]
+    text = "Zoë pays $1,234.50 <<1+2=3>>\n#### -12 \u2028 漢"
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.decode(ids) == text
+    assert [token for token in tokenizer.encode("1234").tokens] == ["1", "2", "3", "4"]
+    tokenizer.save(str(tmp_path / "t.json"))
+    assert tokenizers.load(tmp_path / "t.json").encode(text).ids == ids
+
+
+def test_tokenizer_errors(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least 260"):
+        tokenizers.train(["a"], 200)
+    with pytest.raises(ValueError, match="beyond this corpus"):
+        tokenizers.train(["a b"], 2048)
+    with pytest.raises(FileNotFoundError, match="train target"):
+        tokenizers.load(tmp_path / "none.json")
+
+
+def test_batches_follow_seed_and_number_alone() -> None:
+    data = samples(23)
+    stream = batches(data, 4, seed=3)
+    first = [next(stream).ids for _ in range(12)]  # more than two epochs of five batches
+    for start in (1, 5, 11):
+        assert torch.equal(next(batches(data, 4, seed=3, start=start)).ids, first[start])
+    seen = [tuple(row.tolist()) for ids in first[:5] for row in ids]
+    assert len(set(seen)) == 20  # no sample twice in an epoch
+    assert not torch.equal(next(batches(data, 4, seed=4)).ids, first[0])
+    with pytest.raises(ValueError, match="batch_size must be 1 to 23, got 24"):
+        next(batches(data, 24, seed=0))
+
+
+def test_masks() -> None:
+    batch = collate([Sample((0, 9, 8, 7, 1), 2), Sample((0, 9, 1), 2)])
+    assert batch.ids.shape == (2, 32)
+    assert batch.answer_mask()[:, :6].tolist() == [
+        [False, False, True, True, True, False],
+        [False, False, True] + [False] * 3,
+    ]
+    assert batch.token_mask().sum(1).tolist() == [5, 3]
+
+
+def test_perturbed_questions_keep_their_form() -> None:
+    rng = random.Random(0)
+    text = "Tom has 12 pens, 7 cats and $1,500."
+    variants = {perturb(text, rng) for _ in range(20)}
+    assert len(variants) > 5
+    shape = [len(part) for part in text.split()]
+    assert all([len(part) for part in variant.split()] == shape for variant in variants)
+
+
+def test_dev_questions_are_held_out() -> None:
+    rows = made_up(10)
+    kept, dev = split(rows, 3)
+    assert (kept, dev) == (rows[:7], rows[7:])
+    with pytest.raises(ValueError, match="dev_questions must be 1 to 9, got 10"):
+        split(rows, 10)
+
+
+# ---- losses and anchors ----
+
+
+def test_next_token_loss_by_hand() -> None:
+    logits = torch.randn(1, 3, 5)
+    ids = torch.tensor([[4, 2, 3]])
+    weight = torch.tensor([[9.0, 1.0, 0.5]])
+    logs = logits.log_softmax(-1)
+    want = -(logs[0, 0, 2] + 0.5 * logs[0, 1, 3]) / 1.5
+    assert next_token_loss(logits, ids, weight) == pytest.approx(want.item())
+
+
+def test_draft_losses_by_loops() -> None:
+    generator = torch.Generator().manual_seed(0)
+    n, k, v = 3, 7, 6
+    q, p = (torch.randn(n, k, v, generator=generator) for _ in range(2))
+    labels = torch.randint(v, (n, k), generator=generator)
+    confidence = torch.randn(n, k, generator=generator)
+    valid = torch.tensor([[True] * 7, [True] * 3 + [False] * 4, [True] * 7])
+    total = ce = l1 = bce = 0.0
+    taus = []
+    for block in range(n):
+        survival, expected = 1.0, 1.0
+        for i in range(k):
+            if not valid[block, i]:
+                continue
+            weight = torch.tensor(-i / 4).exp().item()
+            distance = (q[block, i].softmax(-1) - p[block, i].softmax(-1)).abs().sum().item()
+            accept, c = 1 - distance / 2, confidence[block, i].sigmoid().item()
+            total += weight
+            ce += weight * -q[block, i].log_softmax(-1)[labels[block, i]].item()
+            l1 += weight * distance
+            bce += weight * -(accept * torch.tensor(c).log() + (1 - accept) * torch.tensor(1 - c).log()).item()
+            survival *= accept
+            expected += survival
+        if valid[block].all():
+            taus.append(expected)
+    got = draft_losses(q, p, labels, confidence, valid)
+    want = {"ce": ce / total, "l1": l1 / total, "bce": bce / total, "tau": sum(taus) / 2}
+    want["loss"] = 0.1 * want["ce"] + 0.9 * want["l1"] + want["bce"]
+    assert {key: value.item() for key, value in got.items()} == pytest.approx(want, rel=1e-5)
+
+
+def test_a_perfect_draft_has_full_length() -> None:
+    logits = torch.randn(2, 7, 5)
+    ones = torch.ones(2, 7)
+    losses = draft_losses(logits, logits, ones.long(), ones * 20, ones.bool())
+    assert losses["tau"].item() == pytest.approx(8)
+    assert losses["l1"].item() == 0
+
+
+def test_anchors_lie_in_the_answer() -> None:
+    batch = collate(samples(6, 9, 20))
+    anchors = draw_anchors(batch, 5, torch.Generator().manual_seed(0))
+    for row, prompt, length in zip(
+        anchors.tolist(), batch.prompt_lengths.tolist(), batch.lengths.tolist(), strict=True
+    ):
+        assert all(prompt <= anchor < length - 1 for anchor in row)
+        eligible = length - 1 - prompt
+        assert len(set(row)) == min(5, eligible)  # without replacement while there are enough
+    again = draw_anchors(batch, 5, torch.Generator().manual_seed(0))
+    assert torch.equal(anchors, again)
+
+
+def test_padding_never_reaches_the_draft_loss() -> None:
+    # the same sequence alone and padded far beyond its end
+    config = V4Config.tiny("dense")
+    target = initialise(Target(config), config, 0)
+    draft = initialise(DSparkDraft(config).bind(target), config, 1)
+    sample = samples(1)[0]
+    results = []
+    for batch in (collate([sample]), collate([sample, Sample((0, *([5] * 90), 1), 5)])):
+        output = target(batch.ids)
+        anchors = torch.tensor([[sample.prompt_length, len(sample.ids) - 3]])
+        block = anchored_forward(draft, batch.ids[:1], output.aux[:1].detach(), anchors)
+        valid = block.valid & (block.rows + 1 < batch.lengths[:1, None, None])
+        p = target.logits(output.hidden)[:1][0, block.rows[0]]
+        losses = draft_losses(
+            block.logits[0], p, block.labels[0], block.confidence_logits[0], valid[0]
+        )  # fmt: skip
+        results.append({key: value.item() for key, value in losses.items()})
+    assert results[0] == pytest.approx(results[1], rel=1e-4)
+
+
+def test_draft_starts_as_the_end_of_the_target() -> None:
+    config = V4Config.tiny("dense")
+    target, draft = initialise(Target(config), config, 0), initialise(DSparkDraft(config), config, 1)
+    start_from_target(draft, target)
+    ends = target.layers[-config.draft_layers :]
+    for block, source in zip(draft.layers, ends, strict=True):
+        for (name, got), want in zip(block.named_parameters(), source.parameters(), strict=True):
+            assert torch.equal(got, want), name
+    assert torch.equal(draft.hc_head_fn, target.hc_head_fn)
+    draft.bind(target)
+    assert draft.fn_broadcast is not None  # the derived weight followed
+
+
+# ---- the loop ----
+
+
+def test_rate_warms_up_and_ends_at_zero() -> None:
+    p = plan(lr=1.0, warmup=0.1)
+    assert p.rate(0.05) == pytest.approx(0.5)
+    assert p.rate(0.1) == pytest.approx(1.0)
+    assert p.rate(0.55) == pytest.approx(0.5)
+    assert p.rate(1.0) == pytest.approx(0.0)
+
+
+def test_time_bounds_the_schedule(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    bounded = plan(steps=10**9, minutes=0.005, checkpoint_every=10**9, log_every=10**9, dev_every=10**9)
+    losses = lambda step: {"loss": model(torch.ones(1, 2)).square().sum()}  # noqa: E731
+    state = train("target", model, bounded, losses, dict, tmp_path / "c.pt")
+    assert 0.3 <= state.elapsed_s < 5
+    assert state.curve[-1]["finished"]
+
+
+def test_a_loss_that_is_not_finite_is_an_error(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    losses = lambda step: {"loss": model(torch.ones(1, 2)).sum() * float("nan")}  # noqa: E731
+    with pytest.raises(RuntimeError, match="the loss is nan at step 1"):
+        train("target", model, plan(), losses, dict, tmp_path / "c.pt")
+
+
+def same_weights(first: torch.nn.Module, second: torch.nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_interrupted_target_equals_uninterrupted(tmp_path: Path) -> None:
+    config = dataclasses.replace(V4Config.tiny("dense", vocab_size=300), num_layers=2, aux_layers=(0, 1))
+    rows = made_up(30)
+    tokenizer = tokenizers.train((f"{p.question} {p.answer}" for p in rows), 300)
+    given = (config, tokenizer, rows[:24], rows[24:], plan(), 4)
+    whole, state = train_target(*given, tmp_path / "a.pt", "cpu")
+    train_target(*given, tmp_path / "b.pt", "cpu", stop_after=3)  # the third step is lost with the kill
+    resumed, again = train_target(*given, tmp_path / "b.pt", "cpu")
+    assert same_weights(whole, resumed)
+    losses = [[(r["step"], r.get("loss")) for r in s.curve] for s in (state, again)]
+    assert losses[0] == losses[1]
+    assert state.curve[-1]["answer"] < state.curve[1]["answer"]
+    with pytest.raises(RuntimeError, match="is of another plan"):
+        train_target(*given[:4], plan(steps=5), 4, tmp_path / "b.pt", "cpu")
+
+
+def test_interrupted_draft_equals_uninterrupted(tmp_path: Path) -> None:
+    config = dataclasses.replace(V4Config.tiny("dense"), num_layers=2, aux_layers=(0, 1))
+    target = initialise(Target(config), config, 0)
+    frozen = {name: value.clone() for name, value in target.state_dict().items()}
+    given = (target, samples(12), samples(4), plan(lr=3e-3), 4, 3)
+    whole, state = train_draft(*given, tmp_path / "a.pt", "cpu")
+    train_draft(*given, tmp_path / "b.pt", "cpu", stop_after=3)
+    resumed, _ = train_draft(*given, tmp_path / "b.pt", "cpu")
+    assert same_weights(whole, resumed)
+    assert all(torch.equal(value, frozen[name]) for name, value in target.state_dict().items())
+    assert {"loss", "ce", "l1", "bce", "tau"} <= state.curve[-1].keys()
+    whole.fn_broadcast.sum()  # up to date after the last optimiser step
+
+
+# ---- the commands ----
+
+
+@pytest.fixture
+def gsm8k_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Made-up files that pass for GSM8K."""
+    monkeypatch.setenv("MHC_GIT_SHA", "0" * 40)
+    for name, rows in (("train", made_up(40)), ("test", made_up(6, seed=1))):
+        content = "".join(json.dumps({"question": p.question, "answer": p.answer}) + "\n" for p in rows).encode()
+        (tmp_path / f"{name}.jsonl").write_bytes(content)
+        monkeypatch.setitem(SHA256, name, sha256(content))
+    return tmp_path
+
+
+def test_commands_end_to_end(gsm8k_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = dataclasses.replace(
+        V4Config.tiny("dense", vocab_size=300), num_layers=2, aux_layers=(0, 1), draft_layers=1, block_size=3
+    )
+    monkeypatch.setattr("mhc.dspark.train_command.PRESETS", {"mini": lambda: tiny})
+    out = gsm8k_folder / "pair"
+    common = ["--data", str(gsm8k_folder), "--out", str(out), "--device", "cpu", "--batch-size", "4"]
+    common += ["--dev-questions", "4", "--steps", "3"]
+    assert main(["train", "target", *common]) == 0
+    assert main(["train", "draft", *common, "--rounds", "1", "--anchors", "4"]) == 0
+    card = read_card(out)
+    assert card["training"]["target"]["train_questions"] == 36
+    assert {"target", "draft", "tokenizer"} == card["sha256"].keys()
+    assert main(["train", "draft", *common]) == 1  # nothing is overwritten
+
+    # a test question appears nowhere in what was trained on
+    text = (out.with_name("pair-work") / "generations.json").read_text()
+    assert json.loads(text)["samples"]
+    pair = load_pair(out)
+    trained = {tuple(ids[:length]) for ids, length in json.loads(text)["samples"]}
+    assert not trained & {sample.ids[: sample.prompt_length] for sample in encode(pair.tokenizer, made_up(6, seed=1))}
+
+    record = ["--data", str(gsm8k_folder), "--device", "cpu", "--model", str(out), "--max-tokens", "6", "--k", "3"]
+    assert main(["gsm8k", "record", *record, "--out", str(out)]) == 0
+    records = read(next(out.glob("*-gsm8k-*.jsonl")))
+    assert records[0]["model_sha256"] == card["sha256"]
+    assert records[-1]["record"] == "end"
+    for expansion in ("repeat", "broadcast"):
+        for temperature in (0.0, 1.0):
+            assert len(questions(records, arm=expansion, k=3, temperature=temperature)) == 6
+    assert all(not r["differing_ids"] for r in records if r["record"] == "equality")
+    asked = ["--temperature", "1", "--batch-size", "4", "--out", str(gsm8k_folder / "ask.jsonl")]
+    assert main(["gsm8k", *record, *asked]) == 0
+    alone = questions(read(gsm8k_folder / "ask.jsonl"))
+    whole = questions(records, arm="broadcast", k=3, temperature=1.0)
+    assert [row["id"] for row in alone] == [row["id"] for row in whole]
+
+    (out / "draft.safetensors").write_bytes(b"x")
+    with pytest.raises(ValueError, match="its card says"):
+        load_pair(out)
