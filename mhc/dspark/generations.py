@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from mhc.dspark import generate
 from mhc.dspark.corpus import Sample, encode_prompt, perturb
-from mhc.dspark.generate import generate
 from mhc.dspark.target import Target
 from mhc.gsm8k.data import Problem
 from mhc.gsm8k.prompts import MAX_TOKENS

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,6 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train one model; 0 when its weights are written."""
+    try:
+        return _run(args)
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"mhc train: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(args: argparse.Namespace) -> int:
     hyper.OPS = args.maps == "kernels"
     path = args.out / f"{args.model}.safetensors"
     if path.exists():

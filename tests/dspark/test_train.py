@@ -58,7 +58,7 @@ def test_tokenizer_spells_digits_and_round_trips(tmp_path: Path) -> None:
     text = "Zoë pays $1,234.50 <<1+2=3>>\n#### -12 \u2028 漢"
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids) == text
-    assert [token for token in tokenizer.encode("1234").tokens] == ["1", "2", "3", "4"]
+    assert tokenizer.encode("1234").tokens == ["1", "2", "3", "4"]
     tokenizer.save(str(tmp_path / "t.json"))
     assert tokenizers.load(tmp_path / "t.json").encode(text).ids == ids
 
@@ -222,10 +222,10 @@ def test_rate_warms_up_and_ends_at_zero() -> None:
 
 def test_time_bounds_the_schedule(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
-    bounded = plan(steps=10**9, minutes=0.005, checkpoint_every=10**9, log_every=10**9, dev_every=10**9)
+    bounded = plan(steps=10**9, minutes=0.002, checkpoint_every=10**9, log_every=10**9, dev_every=10**9)
     losses = lambda step: {"loss": model(torch.ones(1, 2)).square().sum()}  # noqa: E731
     state = train("target", model, bounded, losses, dict, tmp_path / "c.pt")
-    assert 0.3 <= state.elapsed_s < 5
+    assert 0.1 <= state.elapsed_s < 5
     assert state.curve[-1]["finished"]
 
 
