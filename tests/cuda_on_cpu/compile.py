@@ -60,7 +60,14 @@ def compile_sources(sources: Sequence[str]) -> list[list[Usage]]:
         with tempfile.TemporaryDirectory(dir=cache_dir()) as folder:
             file = Path(folder, "kernels.cu")
             file.write_text("\n".join(_renamed(source, f"_of_{i}") for i, source in enumerate(new.values())))
-            command = [nvcc, *options, *(f"-I{path}" for path in include), "-o", f"{folder}/kernels.cubin", file]
+            command = [
+                str(nvcc),
+                *options,
+                *(f"-I{path}" for path in include),
+                "-o",
+                f"{folder}/kernels.cubin",
+                str(file),
+            ]
             result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode:
                 raise RuntimeError(f"nvcc refused the generated CUDA:\n{result.stderr[-3000:]}")

@@ -1,0 +1,151 @@
+"""Every kernel, without a GPU: its generated CUDA run on the CPU against fp64, and compiled for sm_90a."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from cuda_on_cpu.lowering import lower
+from torch import Tensor
+
+from mhc import launch
+from mhc.config import MHCConfig
+from mhc.kernels.parts import PASS_CONFIGS
+
+from .builds import CONFIGS, Builds, build_cubins, variants
+from .conftest import EmulatedLaunch
+from .table import OPS, Op, Problem, problem
+
+SMALL, REAL = 64, (4096, 5120, 7168)
+SEEDS = (0, 1, 2)  # forward, backward, shuffled
+FEW = (1, 3, 65)
+EVERY_TILE = (1, 40, 65, 256)
+ANY = range(1, 300)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op at one H; `tokens` are the T it runs at."""
+
+    op: Op
+    hidden: int
+    tokens: tuple[int, ...]
+
+    @property
+    def config(self) -> MHCConfig:
+        return MHCConfig(self.hidden)
+
+    def __str__(self) -> str:
+        return f"{self.op}-H{self.hidden}"
+
+
+def cases(tokens: tuple[int, ...], *hidden: int) -> Any:
+    return pytest.mark.parametrize("case", [Case(op, h, tokens) for h in hidden for op in OPS], ids=str)
+
+
+@functools.cache
+def inputs(hidden: int) -> Problem:
+    return problem(MHCConfig(hidden), 256 if hidden == SMALL else 65)
+
+
+@functools.cache
+def value(op: Op, hidden: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The op in torch for all rows of `inputs`, for ops that need no outputs of the kernel."""
+    return op.value(inputs(hidden).to(dtype), ())
+
+
+@cases(FEW, SMALL, *REAL)
+def test_generated_cuda_against_fp64(case: Case, on_emulator: EmulatedLaunch) -> None:
+    """fp32 outputs are within twice the error of torch's own fp32, bf16 ones within their roundings."""
+    op, all_rows = case.op, inputs(case.hidden)
+    for tokens in FEW:
+        p = all_rows.rows(tokens)
+        first: tuple[Tensor, ...] = ()
+        for seed in SEEDS:
+            on_emulator.seed, on_emulator.launches = seed, 0
+            got = op.call(p)
+            assert on_emulator.launches == op.launches
+            if first:
+                for a, b in zip(first, got, strict=True):
+                    assert torch.equal(bits(a), bits(b)), f"{op} depends on the order of threads, T = {tokens}"
+            first = first or got
+        truth, torch32 = (op.value(p.to(dtype), first) for dtype in (torch.float64, torch.float32))
+        for got_one, want, own, roundings in zip(first, truth, torch32, op.roundings, strict=True):
+            assert got_one.shape == want.shape
+            error = (got_one.double() - want).abs()
+            if roundings is None:
+                assert torch.equal(got_one, want.to(got_one.dtype))
+            elif roundings == 0:
+                assert got_one.dtype == torch.float32
+                assert error.max() <= 2 * (own.double() - want).abs().max() + 2**-21
+            else:
+                assert got_one.dtype == torch.bfloat16
+                # half a step of bf16 is at most 2^-8 of the value; sums that cancel add an absolute error
+                assert (error <= roundings * 2**-8 * 1.01 * want.abs() + 2**-18 * want.abs().max()).all()
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """A tensor to compare bit for bit, NaN included."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+@cases((), SMALL, 4096)
+def test_no_tokens_no_launch(case: Case, on_emulator: EmulatedLaunch) -> None:
+    p = inputs(case.hidden).rows(0)
+    got = case.op.call(p)
+    assert on_emulator.launches == 0
+    assert [t.shape for t in got] == [t.shape for t in case.op.value(p, got)]
+
+
+@cases(EVERY_TILE, SMALL)
+def test_a_row_is_bitwise_the_same_at_every_t(case: Case, on_emulator: EmulatedLaunch) -> None:
+    """Through every tile size, and so for any batch it may be part of."""
+    on_emulator.seed = 3
+    largest = case.op.call(inputs(case.hidden).rows(EVERY_TILE[-1]))
+    for tokens in EVERY_TILE[:-1]:
+        got = case.op.call(inputs(case.hidden).rows(tokens))
+        for a, b in zip(got, largest, strict=True):
+            assert torch.equal(bits(a), bits(b[:tokens])), f"T = {tokens} differs from T = {EVERY_TILE[-1]}"
+
+
+@cases((65,), SMALL)
+def test_a_nan_stays_in_its_row(case: Case, on_emulator: EmulatedLaunch) -> None:
+    clean = inputs(case.hidden).rows(65)
+    dirty = clean.rows(65)
+    for name in ("x", "residual", "output"):
+        getattr(dirty, name)[9].fill_(torch.nan)
+    others = torch.arange(65) != 9
+    for a, b in zip(case.op.call(clean), case.op.call(dirty), strict=True):
+        assert torch.equal(bits(a[others]), bits(b[others]))
+        assert b[9].isnan().all()
+
+
+@pytest.fixture(scope="module")
+def cubins(builds: Builds) -> dict[int, Any]:
+    """Jobs that compile every variant that any T reaches, by H."""
+    jobs = {}
+    for hidden in (SMALL, *REAL):
+        reached = [v for op in OPS for v in variants(op, MHCConfig(hidden), ANY)]
+        group = list(dict.fromkeys(reached))
+        jobs[hidden] = builds.submit(("cubins", hidden), build_cubins, group)
+    return jobs
+
+
+@pytest.mark.parametrize("hidden", [SMALL, *REAL])
+def test_compiles_for_sm90a_without_spills(hidden: int, cubins: dict[int, Any]) -> None:
+    compiled = cubins[hidden].result()
+    assert compiled
+    for variant, kernels in compiled:
+        assert len(kernels) == 1, variant
+        assert not kernels[0].spills, (variant, kernels[0])
+
+
+def test_what_runs_is_what_compiles(builds: Builds) -> None:
+    """The passes that the emulator turns off make no difference to these kernels."""
+    for op in OPS:
+        for variant in variants(op, MHCConfig(SMALL), (1,)):
+            function = launch.prim_func(*variant)
+            assert lower(function, PASS_CONFIGS).source == lower(function, CONFIGS).source
