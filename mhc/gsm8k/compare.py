@@ -1,0 +1,190 @@
+"""From a recorded evaluation (`python -m mhc gsm8k record`) to the tables that notebook 04 shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from mhc.bench.records import caption, find
+from mhc.gsm8k import stats
+from mhc.gsm8k.rows import Record, questions, read
+from mhc.gsm8k.stats import Acceptance, Discordance, Interval
+
+
+class Evaluation:
+    """A recorded evaluation of the miniature pair.
+
+    Args:
+        path: the JSONL file.
+
+    Raises:
+        ValueError: the file is no such record.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.records = read(self.path)
+        self.run = self.records[0]
+        if self.run.get("what") != "gsm8k" or self.run.get("engine") != "mini":
+            raise ValueError(f"{path} is no record of `python -m mhc gsm8k record`: {self.run.get('what')!r}")
+        self.k: int = self.run["k"]
+
+    @classmethod
+    def newest(cls, folder: str | Path) -> Evaluation:
+        """The newest record in `folder`.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        paths = [path for path in find(folder, "gsm8k") if read(path)[0].get("engine") == "mini"]
+        if not paths:
+            raise FileNotFoundError(f"no GSM8K record in {folder}: `python -m mhc gsm8k record` on a GPU makes one")
+        return cls(paths[-1])
+
+    @property
+    def caption(self) -> str:
+        """Where and when, and whether it was interrupted."""
+        return caption(self.run) + ("" if self.of("end") else " (interrupted)")
+
+    def of(self, kind: str, **where: object) -> list[Record]:
+        """The lines of a kind whose fields equal `where`, in file order."""
+        return [r for r in self.records if r["record"] == kind and all(r.get(key) == v for key, v in where.items())]
+
+    def rows(self, arm: str, k: int | None = None, temperature: float = 1.0) -> Rows:
+        """An arm's question rows, ordered by id; `k` is the run's unless given."""
+        return Rows(questions(self.records, arm=arm, k=self.k if k is None else k, temperature=temperature))
+
+    @property
+    def arms(self) -> list[str]:
+        """The arms measured at full length and temperature 1 without truncation, the baseline first."""
+        lines = self.of("arm", k=self.k, temperature=1.0, threshold=0.0)
+        return sorted((line["arm"] for line in lines), key=lambda arm: (arm != "repeat", arm))
+
+
+class Rows:
+    """One arm's questions as arrays; `accepted` is by question and position [N, k]."""
+
+    def __init__(self, rows: Sequence[Record]) -> None:
+        self.ids = np.array([row["id"] for row in rows])
+        self.drafts = np.array([row["drafts"] for row in rows])
+        self.accepted = np.array([row["accepted_per_position"] for row in rows]).reshape(len(rows), -1)
+        self.tokens = np.array([row["tokens"] for row in rows])
+        self.correct = np.array([row["correct"] for row in rows])
+        self.invalid = np.array([row["invalid"] for row in rows])
+        self.text = np.array([row["text_sha256"] for row in rows])
+
+    def acceptance(self) -> Acceptance:
+        """Totals; the identity of length and rates is asserted on the way."""
+        return Acceptance.of(self.drafts, self.accepted)
+
+    def length(self) -> Interval:
+        """Mean acceptance length, questions resampled."""
+        return stats.mean_length_interval(self.drafts, self.accepted.sum(1))
+
+    def subset_lengths(self, size: int, draws: int = 2_000, seed: int = 0) -> Interval:
+        """Where the mean length of `size` questions falls: median, and the middle 99 % of random subsets."""
+        rng = np.random.default_rng(seed)
+        index = np.array([rng.choice(len(self.ids), min(size, len(self.ids)), replace=False) for _ in range(draws)])
+        lengths = 1 + self.accepted.sum(1)[index].sum(1) / self.drafts[index].sum(1)
+        return Interval(*(float(value) for value in np.quantile(lengths, [0.5, 0.005, 0.995])))
+
+
+def headline(evaluation: Evaluation) -> pd.DataFrame:
+    """Accuracy and acceptance of each arm at temperature 1 and greedily, with 95 % intervals."""
+    table = []
+    for temperature in (1.0, 0.0):
+        for arm in evaluation.arms:
+            rows = evaluation.rows(arm, temperature=temperature)
+            accuracy = stats.wilson(int(rows.correct.sum()), len(rows.ids))
+            length = rows.length()
+            table.append(
+                {
+                    "arm": arm,
+                    "temperature": temperature,
+                    "accuracy, %": 100 * accuracy.value,
+                    "95 %": f"{100 * accuracy.low:.1f} to {100 * accuracy.high:.1f}",
+                    "invalid, %": 100 * rows.invalid.mean(),
+                    "mean length": length.value,
+                    "95 % ": f"{length.low:.3f} to {length.high:.3f}",
+                    "drafts": int(rows.drafts.sum()),
+                    "tokens": int(rows.tokens.sum()),
+                }
+            )
+    return pd.DataFrame(table).set_index(["temperature", "arm"])
+
+
+def by_position(evaluation: Evaluation, arm: str) -> pd.DataFrame:
+    """Acceptance by position at temperature 1: unconditional rate with its interval, and conditional."""
+    rows = evaluation.rows(arm)
+    acceptance = rows.acceptance()
+    intervals = [stats.ratio_interval(rows.accepted[:, i], rows.drafts) for i in range(acceptance.k)]
+    return pd.DataFrame(
+        {
+            "position": range(1, acceptance.k + 1),
+            "rate": acceptance.rate_per_position,
+            "low": [interval.low for interval in intervals],
+            "high": [interval.high for interval in intervals],
+            "conditional": acceptance.conditional_per_position,
+        }
+    ).set_index("position")
+
+
+class Pairing(NamedTuple):
+    """Two arms on the same questions."""
+
+    first: str
+    second: str
+    temperature: float
+    differing_texts: int
+    length: Interval  # second minus first
+    correct: Discordance
+
+
+def paired(evaluation: Evaluation, first: str, second: str, temperature: float) -> Pairing:
+    """Texts that differ, paired bootstrap of the mean length, exact McNemar of the verdicts."""
+    a, b = (evaluation.rows(arm, temperature=temperature) for arm in (first, second))
+    length = stats.paired_length_difference((a.drafts, a.accepted.sum(1)), (b.drafts, b.accepted.sum(1)))
+    correct = stats.mcnemar_exact(a.correct.tolist(), b.correct.tolist())
+    return Pairing(first, second, temperature, int((a.text != b.text).sum()), length, correct)
+
+
+def by_draft_length(evaluation: Evaluation, arm: str = "broadcast") -> pd.DataFrame:
+    """Mean length at each k, and what the full-length run predicts for it: `1 + sum of its first k rates`."""
+    rates = evaluation.rows(arm).acceptance().rate_per_position
+    table = []
+    for k in range(1, evaluation.k + 1):
+        length = evaluation.rows(arm, k).length()
+        table.append({"k": k, "length": length.value, "low": length.low, "high": length.high})
+    return pd.DataFrame(table).assign(predicted=1 + np.cumsum(rates)).set_index("k")
+
+
+def by_threshold(evaluation: Evaluation) -> pd.DataFrame:
+    """Confidence truncation: tokens verified and accepted, as shares and a round."""
+    lines = pd.DataFrame(evaluation.of("arm", k=evaluation.k, temperature=1.0))
+    lines = lines[lines.arm.str.startswith("broadcast")].sort_values("threshold").set_index("threshold")
+    return pd.DataFrame(
+        {
+            "verified tokens a round": lines.drafted / lines.drafts,
+            "mean length": lines.mean_length,
+            "accepted of verified, %": 100 * lines.accepted / lines.drafted.replace(0, np.nan),
+        }
+    )
+
+
+def speed(evaluation: Evaluation) -> pd.DataFrame:
+    """Tokens a second of plain and speculative decoding, median over rounds, and the speed-up over plain."""
+    table = pd.DataFrame(evaluation.of("throughput"))
+    rates = [sorted(tokens / wall for wall in walls) for tokens, walls in zip(table.tokens, table.wall_s, strict=True)]
+    table = table.assign(
+        median=[float(np.median(rate)) for rate in rates],
+        low=[rate[0] for rate in rates],
+        high=[rate[-1] for rate in rates],
+    )
+    table = table.pivot(index=["launch", "requests"], columns="arm", values=["median", "low", "high"])
+    for arm in ("repeat", "broadcast"):
+        table[("speed-up", arm)] = table[("median", arm)] / table[("median", "plain")]
+    return table

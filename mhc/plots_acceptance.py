@@ -1,0 +1,98 @@
+"""Figures of notebook 04: acceptance by position and draft length, truncation, calibration, flips, speed.
+
+Every function draws on the axes that it is given, from tables made by `mhc.gsm8k.compare`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mhc.plots import color
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+INK, MUTED = "#1f2328", "#8a8f98"
+
+
+def positions(ax: Axes, tables: Mapping[str, pd.DataFrame]) -> None:
+    """Unconditional acceptance by position with 95 % intervals (bars) and conditional (dashes), an arm a colour."""
+    width = 0.8 / len(tables)
+    for number, (arm, table) in enumerate(tables.items()):
+        x = table.index + (number - (len(tables) - 1) / 2) * width
+        errors = [table.rate - table.low, table.high - table.rate]
+        ax.bar(x, table.rate, width * 0.92, color=color(arm), label=arm, yerr=errors, error_kw={"elinewidth": 1.2})
+        ax.plot(x, table.conditional, "_", color=INK, markersize=9, markeredgewidth=1.6)
+    ax.plot([], [], "_", color=INK, label="given all before it")
+    ax.set(xlabel="position in the draft", ylabel="accepted / drafts", ylim=(0, 1))
+    ax.legend()
+
+
+def draft_lengths(ax: Axes, table: pd.DataFrame) -> None:
+    """Measured mean length against k, over what the full-length run predicts and over full acceptance."""
+    ax.plot(table.index, table.index + 1, ":", color=MUTED, label="everything accepted")
+    ax.plot(table.index, table.predicted, "--", color=INK, label="1 + first k rates of the longest draft")
+    errors = [table.length - table.low, table.high - table.length]
+    ax.errorbar(table.index, table.length, errors, fmt="o", color=color("broadcast"), capsize=3, label="measured")
+    ax.set(xlabel="k, draft length", ylabel="mean acceptance length, tokens")
+    ax.legend()
+
+
+def truncation(axes: Sequence[Axes], table: pd.DataFrame) -> None:
+    """What a confidence threshold trades: length kept against tokens verified, and the share of them accepted."""
+    left, right = axes
+    left.plot(table["verified tokens a round"], table["mean length"], "o-", color=color("broadcast"))
+    for threshold, row in table.iterrows():
+        where = (row["verified tokens a round"], row["mean length"])
+        left.annotate(f"{threshold:g}", where, (4, -10), textcoords="offset points", fontsize=8)
+    left.set(xlabel="draft tokens verified a round", ylabel="mean acceptance length, tokens")
+    right.plot(table.index, table["accepted of verified, %"], "o-", color=color("broadcast"))
+    right.set(xlabel="confidence threshold", ylabel="accepted of verified tokens, %", ylim=(0, 100))
+
+
+def calibration(ax: Axes, records: Sequence[Mapping[str, Any]]) -> None:
+    """Predicted against actual acceptance, a line a position; the area of a dot is its share of the anchors."""
+    import matplotlib as mpl
+
+    shades = mpl.colormaps["viridis"]
+    ax.plot([0, 1], [0, 1], ":", color=MUTED)
+    for record in records:
+        shade = shades((record["position"] - 1) / max(1, len(records) - 1) * 0.9)
+        label = f"{record['position']} (ECE {100 * record['expected_error']:.1f} %)"
+        ax.plot(record["confidence"], record["accepted"], "-", color=shade, label=label)
+        total = sum(record["count"])
+        ax.scatter(record["confidence"], record["accepted"], [200 * n / total for n in record["count"]], color=shade)
+    ax.set(xlabel="confidence", ylabel="probability of acceptance", xlim=(0, 1), ylim=(0, 1))
+    ax.legend(title="position", fontsize=8)
+
+
+def flips(ax: Axes, records: Sequence[Mapping[str, Any]], blocks: int) -> None:
+    """Each differing draft: the winner's lead over the other arm's token, against the logits' own difference there."""
+    if records:
+        errors = [max(record["logit_error"], 1e-6) for record in records]
+        gaps = [max(record["gap"], 1e-6) for record in records]
+        ax.loglog(errors, gaps, "o", color=color("broadcast"))
+        limits = [min(errors + gaps) / 2, max(errors + gaps) * 2]
+        ax.plot(limits, limits, "--", color=INK)
+        ax.annotate("lead = difference", (limits[1], limits[1]), (-4, -12), textcoords="offset points", ha="right")
+    else:
+        ax.text(0.5, 0.5, f"no draft of {blocks:,} differs", ha="center", transform=ax.transAxes)
+    ax.set(xlabel="difference of the two tokens' logits between the arms", ylabel="lead of the chosen token")
+
+
+def speed(ax: Axes, table: pd.DataFrame) -> None:
+    """Tokens a second: plain grey, the arms in their colours, whiskers from the slowest to the fastest round."""
+    arms = [arm for arm in ("plain", "repeat", "broadcast") if ("median", arm) in table.columns]
+    for number, arm in enumerate(arms):
+        x = [place + (number - 1) * 0.27 for place in range(len(table))]
+        middle = table[("median", arm)]
+        errors = [middle - table[("low", arm)], table[("high", arm)] - middle]
+        ax.bar(x, middle, 0.25, yerr=errors, color=MUTED if arm == "plain" else color(arm), label=arm)
+    names = [
+        f"{launch.replace('_', ' ')}\n{requests} request{'s' * (requests > 1)}" for launch, requests in table.index
+    ]
+    ax.set_xticks(range(len(table)), names)
+    ax.set(ylabel="tokens a second", yscale="log")
+    ax.legend()
