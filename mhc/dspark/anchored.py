@@ -39,7 +39,8 @@ def anchored_forward(
     starts = torch.arange(length, device=token_ids.device)
     block_ids, positions = draft.block(token_ids.gather(1, anchors), anchors)
     features = draft.main_features(aux)
-    keys = [block.attn.latent(features, starts.expand_as(token_ids)) for block in draft.layers]
+    rotation = draft.angles(starts.expand_as(token_ids))
+    keys = [block.attn.latent(features, rotation) for block in draft.layers]
     mask = draft._visible(anchors.repeat_interleave(size, 1), starts)
     groups = anchors.shape[1]
     hidden = draft._backbone(block_ids.flatten(1), positions.flatten(1), keys, mask, groups, expansion)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from mhc.dspark.config import V4Config
+from mhc.dspark.matmul import matmul_fp32
 from mhc.dspark.norm import RMSNorm, rms_norm
-from mhc.dspark.rope import angles, rotate
+from mhc.dspark.rope import Rotation, rotate
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -38,16 +39,16 @@ class LatentAttention(nn.Module):
         self.wo_a = linear(width // config.o_groups, config.o_groups * config.o_lora_rank)
         self.wo_b = linear(config.o_groups * config.o_lora_rank, config.hidden_size)
 
-    def latent(self, x: Tensor, positions: Tensor) -> Tensor:
-        """The rotated latent that is both key and value. [B, N, H], int [B, N] -> [B, N, D]."""
-        return rotate(self.kv_norm(self.wkv(x)), *self._angles(positions))
+    def latent(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """The rotated latent that is both key and value. [B, N, H], angles [B, N] -> [B, N, D]."""
+        return rotate(self.kv_norm(self.wkv(x)), rotation)
 
-    def forward(self, x: Tensor, positions: Tensor, keys: Tensor, mask: Tensor, own: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, keys: Tensor, mask: Tensor, own: Tensor | None = None) -> Tensor:
         """Attend from `x` to `keys`, and to every row of the query's own block where `own` is given.
 
         Args:
             x: [B, N, H].
-            positions: [B, N] int64, absolute.
+            rotation: `angles` of the rows' absolute positions, [B, N, rope_dim / 2].
             keys: [B, S, D] latents.
             mask: [B, N, S] bool, true where a query sees a key.
             own: [B, G, k, D] latents with N = G * k: the queries of block g also see the k rows of block g, without
@@ -57,21 +58,17 @@ class LatentAttention(nn.Module):
             [B, N, H].
         """
         config = self.config
-        cos, sin = self._angles(positions)
-        cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+        per_head = Rotation(*(part.unsqueeze(2) for part in rotation))
         queries = self.wq_b(self.q_norm(self.wq_a(x))).unflatten(-1, (config.num_heads, config.head_dim))
-        queries = rotate(rms_norm(queries, config.mhc.norm_eps), cos, sin)
+        queries = rotate(rms_norm(queries, config.mhc.norm_eps), per_head)
         mixed = attend(queries, keys, mask, self.attn_sink, own)
-        return self._output(rotate(mixed, cos, sin, inverse=True))
+        return self._output(rotate(mixed, per_head, inverse=True))
 
     def _output(self, heads: Tensor) -> Tensor:
         """[B, N, h, D] -> [B, N, H] through the grouped low-rank projection."""
         groups = heads.unflatten(2, (self.config.o_groups, -1)).flatten(3)
         weight = self.wo_a.weight.unflatten(0, (self.config.o_groups, -1))
         return self.wo_b(torch.einsum("bngi,goi->bngo", groups, weight).flatten(2))
-
-    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return angles(positions, self.config.rope_dim, self.config.rope_theta)
 
 
 def attend(queries: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, own: Tensor | None = None) -> Tensor:
@@ -86,19 +83,19 @@ def attend(queries: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, own: Tenso
     """
     batch, count, heads, width = queries.shape
     # keys are shared by the heads, so queries of all heads are rows of one matrix product
-    scores = (queries.flatten(1, 2) @ keys.transpose(1, 2)).view(batch, count, heads, -1).to(torch.float32)
-    scores = (scores * width**-0.5).masked_fill(~mask.unsqueeze(2), float("-inf"))
-    if own is not None:
-        rows = own.shape[2]
-        blocks = queries.reshape(batch, -1, rows * heads, width)
-        inside = (blocks @ own.transpose(2, 3)).view(batch, count, heads, rows).to(torch.float32)
-        scores = torch.cat((scores, inside * width**-0.5), dim=-1)
+    scores = matmul_fp32(queries.flatten(1, 2), keys.transpose(1, 2)).view(batch, count, heads, -1)
+    scores = torch.where(mask.unsqueeze(2), scores * width**-0.5, float("-inf"))
     floor = sink.to(torch.float32).view(1, 1, heads, 1).expand(batch, count, heads, 1)
-    weights = torch.softmax(torch.cat((scores, floor), dim=-1), dim=-1).to(keys.dtype)
-    length = keys.shape[1]
-    out = weights[..., :length].flatten(1, 2) @ keys
-    out = out.view(batch, count, heads, width)
-    if own is not None:
-        inside = weights[..., length:-1].reshape(batch, -1, rows * heads, rows) @ own
-        out = out + inside.view(batch, count, heads, width)
-    return out.to(queries.dtype)
+    if own is None:
+        weights = torch.softmax(torch.cat((scores, floor), dim=-1), dim=-1).to(keys.dtype)
+        out = weights[..., :-1].flatten(1, 2) @ keys
+    else:
+        groups, rows = own.shape[1:3]
+        inside = matmul_fp32(queries.reshape(batch, groups, rows * heads, width), own.transpose(2, 3))
+        inside = inside.view(batch, count, heads, rows) * width**-0.5
+        weights = torch.softmax(torch.cat((scores, inside, floor), dim=-1), dim=-1).to(keys.dtype)
+        length = keys.shape[1]
+        out = weights[..., :length].flatten(1, 2) @ keys
+        mixed = weights[..., length:-1].reshape(batch, groups, rows * heads, rows) @ own
+        out = out + mixed.view_as(out)
+    return out.view(batch, count, heads, width).to(queries.dtype)

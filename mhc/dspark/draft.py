@@ -15,7 +15,9 @@ from mhc.dspark.cache import LatentCache
 from mhc.dspark.config import V4Config
 from mhc.dspark.expansion import expand
 from mhc.dspark.heads import ConfidenceHead, MarkovHead
+from mhc.dspark.matmul import matmul_fp32
 from mhc.dspark.norm import RMSNorm
+from mhc.dspark.rope import Rotation, angles
 from mhc.dspark.target import SharedEmbeddings
 from mhc.weights import BroadcastWeight
 
@@ -116,6 +118,10 @@ class DSparkDraft(nn.Module):
         """`main_norm(main_proj(aux))`. [..., m * H] -> [..., H]."""
         return self.main_norm(self.main_proj(aux))
 
+    def angles(self, positions: Tensor) -> Rotation:
+        """RoPE's angles at absolute positions, the same for all layers. int [..., N] -> [..., N, rope_dim / 2]."""
+        return angles(positions, self.config.rope_dim, self.config.rope_theta)
+
     def insert_context(self, context: LatentCache, aux: Tensor, positions: Tensor, valid: Tensor | None = None) -> None:
         """Turn verified rows' aux states into context latents of every draft layer.
 
@@ -125,9 +131,9 @@ class DSparkDraft(nn.Module):
             positions: [R, n] int64, absolute.
             valid: [R, n] bool; rejected and padded rows are false and leave no trace.
         """
-        features = self.main_features(aux)
+        features, rotation = self.main_features(aux), self.angles(positions)
         for layer, block in enumerate(self.layers):
-            context.write(layer, block.attn.latent(features, positions), positions, valid)
+            context.write(layer, block.attn.latent(features, rotation), positions, valid)
 
     # ---- forward ----
 
@@ -166,7 +172,8 @@ class DSparkDraft(nn.Module):
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         """`head(norm(h))` by the target's frozen projection. [..., H] -> [..., V] fp32."""
-        return F.linear(self.norm(hidden), self.shared.head.weight.detach()).to(torch.float32)
+        rows = self.norm(hidden).flatten(0, -2)
+        return matmul_fp32(rows, self.shared.head.weight.detach().T).unflatten(0, hidden.shape[:-1])
 
     def _visible(self, start: Tensor, keys: Tensor) -> Tensor:
         """Context rows a block starting at `start` sees. [R, n], [S] -> [R, n, S] bool."""
@@ -177,13 +184,13 @@ class DSparkDraft(nn.Module):
         self, token_ids: Tensor, positions: Tensor, keys: list[Tensor], mask: Tensor, groups: int, expansion: str
     ) -> Tensor:
         """[B, N = groups * k] ids and positions, a layer's context [B, S, D] each, mask [B, N, S] -> [B, N, H]."""
-        config, shape = self.config, token_ids.shape
+        config, shape, rotation = self.config, token_ids.shape, self.angles(positions)
 
         def attend(layer: int, x: Tensor) -> Tensor:
             attention = self.layers[layer].attn
             x = x.view(*shape, -1)
-            own = attention.latent(x, positions).unflatten(1, (groups, -1))
-            return attention(x, positions, keys[layer], mask, own).flatten(0, 1)
+            own = attention.latent(x, rotation).unflatten(1, (groups, -1))
+            return attention(x, rotation, keys[layer], mask, own).flatten(0, 1)
 
         flat = token_ids.flatten()
         x = F.embedding(flat, self.shared.embed.weight.detach())

@@ -62,22 +62,27 @@ class Experts(nn.Module):
         tokens, top_k = chosen.shape
         order = chosen.flatten().argsort(stable=True)
         rows = x[order // top_k]
-        counts = chosen.flatten().bincount(minlength=self.w13.shape[0]) if not x.is_cuda else None
-        if counts is None:
-            # one grouped product each: no host sync, and experts without a token cost nothing
-            ends = torch.searchsorted(
-                chosen.flatten()[order].contiguous(), torch.arange(self.w13.shape[0], device=x.device), right=True
-            ).to(torch.int32)
-            gate, up = F.grouped_mm(rows, self.w13.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-            out = F.grouped_mm(swiglu(gate, up, self.limit).contiguous(), self.w2.transpose(1, 2), offs=ends)
+        if x.is_cuda and x.dtype == torch.bfloat16:
+            out = self._grouped(rows, chosen.flatten()[order])
         else:
-            parts = []
-            for expert, part in enumerate(rows.split(counts.tolist())):
-                gate, up = F.linear(part, self.w13[expert]).chunk(2, dim=-1)
-                parts.append(F.linear(swiglu(gate, up, self.limit), self.w2[expert]))
-            out = torch.cat(parts)
+            out = self._one_by_one(rows, chosen)
         out = torch.empty_like(out).index_copy(0, order, out).view(tokens, top_k, -1)
         return (out.to(torch.float32) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+    def _grouped(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """Two grouped products over rows sorted by expert: no host sync, idle experts cost nothing."""
+        index = torch.arange(self.w13.shape[0], device=rows.device)
+        ends = torch.searchsorted(experts, index, right=True).to(torch.int32)
+        gate, up = F.grouped_mm(rows, self.w13.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        return F.grouped_mm(swiglu(gate, up, self.limit), self.w2.transpose(1, 2), offs=ends)
+
+    def _one_by_one(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        """The same, an expert at a time."""
+        parts = []
+        for expert, part in enumerate(rows.split(chosen.flatten().bincount(minlength=self.w13.shape[0]).tolist())):
+            gate, up = F.linear(part, self.w13[expert]).chunk(2, dim=-1)
+            parts.append(F.linear(swiglu(gate, up, self.limit), self.w2[expert]))
+        return torch.cat(parts)
 
 
 class MoE(nn.Module):

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mhc.dspark.config import V4Config
+from mhc.dspark.matmul import matmul_fp32
 
 
 class MarkovHead(nn.Module):
@@ -26,7 +27,7 @@ class MarkovHead(nn.Module):
 
     def forward(self, embedded: Tensor) -> Tensor:
         """The correction of `embed`'s rows. [..., r] -> [..., V] fp32."""
-        return self.markov_w2(embedded).to(torch.float32)
+        return matmul_fp32(embedded.flatten(0, -2), self.markov_w2.weight.T).unflatten(0, embedded.shape[:-1])
 
 
 class ConfidenceHead(nn.Module):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     """`x * rsqrt(mean(x^2) + eps) * weight` over the last dimension, rounded once to `x`'s dtype."""
-    wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    if weight is not None:
-        wide = wide * weight.to(torch.float32)
+    if weight is None or weight.dtype == x.dtype:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)  # one kernel, fp32 inside
+    wide = F.rms_norm(x.to(torch.float32), x.shape[-1:], weight.to(torch.float32), eps)
     return wide.to(x.dtype)
 
 

@@ -5,6 +5,7 @@ Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (S
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
@@ -35,21 +36,23 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
     return c0, c1, c2, c3
 
 
-def uniform(seed: int, stream: Stream, requests: Tensor, positions: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1), one a position.
+def uniform(seed: int, streams: Sequence[Stream], requests: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    """Uniform numbers in [0, 1), one a position and stream.
 
     Args:
         seed: 0 to 2^64 - 1.
-        stream: who draws.
+        streams: who draws.
         requests: int64, the requests' own ids (not their rows in the batch), broadcastable to `positions`.
         positions: int64, absolute positions of the tokens concerned.
 
     Returns:
-        fp64 in the shape of `positions`, multiples of 2^-52.
+        For each stream fp64 in the shape of `positions`, multiples of 2^-52.
     """
     if not 0 <= seed < 1 << 64:
         raise ValueError(f"seed must be 0 to 2^64 - 1, got {seed}")
     requests, positions = torch.broadcast_tensors(requests, positions)
-    counter = (positions & MASK, requests & MASK, (requests >> 32) & MASK, torch.full_like(positions, int(stream)))
-    high, low, *_ = philox(counter, (seed & MASK, seed >> 32))
-    return ((high << 20) | (low >> 12)).to(torch.float64) * 2.0**-52
+    shape = (len(streams), *positions.shape)  # all streams at once: a tenth of a round's kernels would be random bits
+    stream = torch.cat([torch.full((1, *positions.shape), int(who), device=positions.device) for who in streams])
+    counter = ((positions & MASK).expand(shape), (requests & MASK).expand(shape), (requests >> 32 & MASK).expand(shape))
+    high, low, *_ = philox((*counter, stream), (seed & MASK, seed >> 32))
+    return (((high << 20) | (low >> 12)).to(torch.float64) * 2.0**-52).unbind(0)

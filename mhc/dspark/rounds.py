@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,8 +52,8 @@ def draft_round(target: Target, draft: DSparkDraft, caches: Caches, batch: Batch
     block, positions = draft.block(batch.anchor, batch.position, size)
     next_positions = torch.cat((positions, positions[:, -1:] + 1), dim=1) + 1  # of the tokens that the rows predict
     backbone = draft(block, positions, caches.context, expansion=settings.expansion)
-    noise = _uniform(settings, Stream.DRAFT, batch, next_positions[:, :size])
-    proposal = propose(draft, backbone, batch.anchor, settings.temperature, noise)
+    noise, accept, emit = _uniform(settings, (Stream.DRAFT, Stream.ACCEPT, Stream.TARGET), batch, next_positions)
+    proposal = propose(draft, backbone, batch.anchor, settings.temperature, noise[:, :size])
     length = truncate(proposal.confidence, settings.confidence_threshold)
 
     rows = torch.arange(size + 1, device=block.device)
@@ -64,8 +65,8 @@ def draft_round(target: Target, draft: DSparkDraft, caches: Caches, batch: Batch
         proposal,
         length,
         settings.temperature,
-        _uniform(settings, Stream.ACCEPT, batch, next_positions[:, :size]),
-        _uniform(settings, Stream.TARGET, batch, next_positions),
+        accept[:, :size],
+        emit,
     )
     verified = batch.live.unsqueeze(1) & (rows <= verdict.accepted.unsqueeze(1))
     draft.insert_context(caches.context, output.aux, next_positions - 1, verified)
@@ -77,11 +78,11 @@ def _sample(batch: Batch, logits: Tensor, settings: Settings) -> Tensor:
     """The token behind the anchor, [R, 1], from logits [R, V]."""
     if settings.temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    draw = _uniform(settings, Stream.TARGET, batch, batch.position.unsqueeze(1) + 1)
+    (draw,) = _uniform(settings, (Stream.TARGET,), batch, batch.position.unsqueeze(1) + 1)
     return pick(distribution(logits, settings.temperature), draw.squeeze(1)).unsqueeze(1)
 
 
-def _uniform(settings: Settings, stream: Stream, batch: Batch, positions: Tensor) -> Tensor:
+def _uniform(settings: Settings, streams: Sequence[Stream], batch: Batch, positions: Tensor) -> Sequence[Tensor]:
     if settings.temperature == 0:  # greedy needs no numbers
-        return torch.zeros((), dtype=torch.float64, device=positions.device).expand(positions.shape)
-    return uniform(settings.seed, stream, batch.requests, positions)
+        return [torch.zeros((), dtype=torch.float64, device=positions.device).expand(positions.shape)] * len(streams)
+    return uniform(settings.seed, streams, batch.requests, positions)

@@ -13,7 +13,9 @@ from mhc.dspark import hyper
 from mhc.dspark.block import V4Block, run_blocks
 from mhc.dspark.cache import LatentCache
 from mhc.dspark.config import V4Config
+from mhc.dspark.matmul import matmul_fp32
 from mhc.dspark.norm import RMSNorm
+from mhc.dspark.rope import angles
 
 
 class TargetOutput(NamedTuple):
@@ -79,7 +81,7 @@ class Target(SharedEmbeddings):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., V] fp32."""
-        return self.head(hidden).to(torch.float32)
+        return matmul_fp32(hidden.flatten(0, -2), self.head.weight.T).unflatten(0, hidden.shape[:-1])
 
     def cache(self, requests: int, capacity: int) -> LatentCache:
         """An empty KV cache for R requests of at most `capacity` positions."""
@@ -94,15 +96,16 @@ class Target(SharedEmbeddings):
         self, token_ids: Tensor, positions: Tensor, mask: Tensor, cache: LatentCache | None, valid: Tensor | None
     ) -> TargetOutput:
         config, shape = self.config, token_ids.shape
+        rotation = angles(positions, config.rope_dim, config.rope_theta)
 
         def attend(layer: int, x: Tensor) -> Tensor:
             attention = self.layers[layer].attn
             x = x.view(*shape, -1)
-            keys = attention.latent(x, positions)
+            keys = attention.latent(x, rotation)
             if cache is not None:
                 cache.write(layer, keys, positions, valid)
                 keys = cache.read(layer)
-            return attention(x, positions, keys, mask).flatten(0, 1)
+            return attention(x, rotation, keys, mask).flatten(0, 1)
 
         embeddings = self.embed(token_ids).flatten(0, 1)
         streams = reference.expand(embeddings, config.mhc.hc_mult)

@@ -115,7 +115,8 @@ def causal_inside_the_block(patch):
 
 
 def compressed_layers_theta(patch):
-    wrap(patch, mhc.dspark.attention, "angles", lambda run, positions, width, theta: run(positions, width, 160000.0))
+    for module in (mhc.dspark.target, mhc.dspark.draft):
+        wrap(patch, module, "angles", lambda run, positions, width, theta: run(positions, width, 160000.0))
 
 
 def noise_is_padding(patch):
@@ -170,22 +171,22 @@ def q_at_another_temperature(patch):
 
 
 def draft_shares_the_acceptance_stream(patch):
-    def uniform(run, seed, stream, *args):
-        return run(seed, Stream.ACCEPT if stream == Stream.DRAFT else stream, *args)
+    def uniform(run, seed, streams, *args):
+        return run(seed, [Stream.ACCEPT if stream == Stream.DRAFT else stream for stream in streams], *args)
 
     wrap(patch, mhc.dspark.rounds, "uniform", uniform)
 
 
 def draft_shares_the_target_stream(patch):
-    def uniform(run, seed, stream, *args):
-        return run(seed, Stream.TARGET if stream == Stream.DRAFT else stream, *args)
+    def uniform(run, seed, streams, *args):
+        return run(seed, [Stream.TARGET if stream == Stream.DRAFT else stream for stream in streams], *args)
 
     wrap(patch, mhc.dspark.rounds, "uniform", uniform)
 
 
 def noise_depends_on_the_place_in_the_batch(patch):
-    def uniform(run, seed, stream, requests, positions):
-        return run(seed, stream, torch.arange(len(requests)).unsqueeze(1), positions)
+    def uniform(run, seed, streams, requests, positions):
+        return run(seed, streams, torch.arange(len(requests)).unsqueeze(1), positions)
 
     wrap(patch, mhc.dspark.rounds, "uniform", uniform)
 

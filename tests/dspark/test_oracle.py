@@ -5,6 +5,7 @@ import torch
 
 from mhc import reference
 from mhc.dspark import Target, V4Config, hyper, initialise
+from mhc.dspark.rope import angles
 
 modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config  # noqa: E402
@@ -100,7 +101,8 @@ def test_attention(pair, layer):
     cos_sin = model.rotary_emb(x, position_ids=positions, layer_type="main")
     want, _ = model.layers[layer].self_attn(x, {"main": cos_sin}, positions, additive)
     attention = ours.layers[layer].attn
-    got = attention(x, positions, attention.latent(x, positions), mask)
+    rotation = angles(positions, ours.config.rope_dim, ours.config.rope_theta)
+    got = attention(x, rotation, attention.latent(x, rotation), mask)
     assert mask.sum(-1).max() == ours.config.sliding_window, "the window must bind for this test to see it"
     torch.testing.assert_close(got, want, **TOLERANCE)
 

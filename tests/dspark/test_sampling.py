@@ -30,7 +30,7 @@ def test_philox_known_answers(counter, key, want):
 
 def test_uniform_is_uniform_and_streams_are_independent():
     requests, positions = torch.arange(2000).unsqueeze(1), torch.arange(10)
-    draws = [uniform(7, stream, requests, positions.expand(2000, -1)).flatten().numpy() for stream in Stream]
+    draws = [draw.flatten().numpy() for draw in uniform(7, list(Stream), requests, positions.expand(2000, -1))]
     for draw in draws:
         assert 0 <= draw.min() < draw.max() < 1
         assert stats.kstest(draw, "uniform").pvalue > 1e-3
@@ -41,12 +41,14 @@ def test_uniform_is_uniform_and_streams_are_independent():
 def test_uniform_depends_on_seed_request_and_position_alone():
     positions = torch.arange(6).expand(3, -1)
     requests = torch.tensor([[5], [9], [1 << 40]])
-    draws = uniform(3, Stream.DRAFT, requests, positions)
-    assert torch.equal(draws[1:], uniform(3, Stream.DRAFT, requests[1:], positions[1:]))
+    alone = lambda seed, rows: uniform(seed, [Stream.DRAFT], requests[rows], positions[rows])[0]  # noqa: E731
+    draws = uniform(3, list(Stream), requests, positions)[Stream.DRAFT]
+    assert torch.equal(draws, alone(3, slice(None)))
+    assert torch.equal(draws[1:], alone(3, slice(1, None)))
     assert len(draws.unique()) == 18
-    assert not torch.equal(draws, uniform(4, Stream.DRAFT, requests, positions))
+    assert not torch.equal(draws, alone(4, slice(None)))
     with pytest.raises(ValueError, match="seed must be 0"):
-        uniform(-1, Stream.DRAFT, requests, positions)
+        alone(-1, slice(None))
 
 
 def test_pick_inverts_the_cumulative_sum():
