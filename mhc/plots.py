@@ -9,6 +9,7 @@ Plots that belong to one notebook live in `mhc/plots_<topic>.py` and use these.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ PALETTE = {
     "vllm_broadcast": "#e69f00",
     "vllm_post_pre": "#e69f00",
     "torch_compile": "#cc79a7",
+    "tilekernels_repeat": "#a6761d",
     "mhc_repeat": "#8c6bb1",
     "mhc_two_launch": "#56b4e9",
     "mhc_fused": "#0072b2",
@@ -96,9 +98,9 @@ def token_axis(ax: Axes, tokens: Iterable[int], label: str = "T, tokens") -> Non
 
 
 def caption(ax: Axes, text: str) -> None:
-    """A small grey line under the axes: the record's caption, or "measured here, <device>"."""
+    """Small grey text under the axes, wrapped: the record's caption, or "measured here, <device>"."""
     ax.annotate(
-        text,
+        textwrap.fill(text, 80),
         (0, 0),
         (0, -38),
         xycoords="axes fraction",
