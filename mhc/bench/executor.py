@@ -99,6 +99,7 @@ class Local:
 
     def _calls(self, point: Point) -> tuple[list[timing.Call], float | None]:
         if self._inputs is None or self._inputs.config.hidden_size != point.H:
+            torch.compiler.reset()  # another H is compiled on its own, not as a dynamic shape
             self._inputs = None  # before the next embedding is made: it is large
             self._inputs = Inputs(MHCConfig(point.H, point.hc), self._seed, self._device, self._vocab)
         sets = 1
@@ -134,9 +135,12 @@ class Remote:
     def __init__(self, seed: int, vocab: int = VOCAB, python: str = sys.executable, site: Sequence[str] = ()) -> None:
         package = Path(__file__).resolve().parents[2]
         path = [*site, str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+        if site and "TILELANG_CACHE_DIR" in environment:  # two versions of TileLang must not share a cache
+            environment["TILELANG_CACHE_DIR"] += "-peers"
         self._process = subprocess.Popen(
             [python, "-m", "mhc.bench.executor", str(seed), str(vocab)],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

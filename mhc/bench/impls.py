@@ -221,7 +221,7 @@ def _compiled_first() -> Callable[..., Outputs]:
         _, post, comb, y = reference.pre_broadcast(x, fn, scale, base, weight, config)
         return reference.expand(x, config.hc_mult), post, comb, y.to(BF16)
 
-    return torch.compile(first, dynamic=True)
+    return torch.compile(first)  # T becomes dynamic at its second value
 
 
 @cache
@@ -234,4 +234,4 @@ def _compiled_post_pre() -> Callable[..., Outputs]:
         _, post, comb, y = reference.pre(new, fn, scale, base, weight, config)
         return new, post, comb, y.to(BF16)
 
-    return torch.compile(post_pre, dynamic=True)
+    return torch.compile(post_pre)

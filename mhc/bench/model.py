@@ -88,7 +88,7 @@ def features(counted: Work, tokens: int, gpu: Gpu) -> np.ndarray:
 
 
 def fit(points: pd.DataFrame, gpu: Gpu) -> Model:
-    """Fit every family that has at least as many points as terms it can tell apart.
+    """Fit every family that has at least as many points as terms that occur in it.
 
     Args:
         points: columns op, impl, T, H, time_us: medians under graph replay with warm L2.
@@ -105,7 +105,7 @@ def fit(points: pd.DataFrame, gpu: Gpu) -> Model:
         rows = points[points.impl.map(family) == name]
         counts = np.array([features(work(p.op, p.impl, p.T, p.H), p.T, gpu) for p in rows.itertuples()])
         times = rows.time_us.to_numpy(float)
-        if not len(rows) or len(rows) < np.linalg.matrix_rank(counts):
+        if not len(rows) or len(rows) < np.count_nonzero(counts.any(axis=0)):
             continue
         extra, _ = nnls(counts / times[:, None], 1 - counts @ bytes_terms / times)
         coefficients[name] = bytes_terms + extra

@@ -21,7 +21,7 @@ Call = Callable[[], object]
 Key = TypeVar("Key")
 
 COLD_FACTOR = 3  # buffers of a cold case, in L2 sizes
-MIN_CALLS, MAX_CALLS = 20, 200  # calls a graph holds with warm L2
+MIN_CALLS, MAX_CALLS = 20, 400  # calls a graph holds with warm L2
 TARGET_US = 400.0  # length of a replay: long against the 2 us that an event pair can be off
 WARM_UP = 3
 
@@ -54,8 +54,13 @@ class GraphTimer:
                 calls[0]()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        if repeats is None:
-            repeats = 1 if len(calls) > 1 else calls_for(_estimate_us(calls[0]))
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        if repeats is None and len(calls) == 1:
+            self._capture(calls, MIN_CALLS)
+            repeats = calls_for(min(self.sample(3)))
+        self._capture(calls, repeats or 1)
+
+    def _capture(self, calls: Sequence[Call], repeats: int) -> None:
         self.calls_per_sample = repeats * len(calls)
         self._graph = torch.cuda.CUDAGraph()
         self._outputs: list[object] = []
@@ -64,7 +69,6 @@ class GraphTimer:
                 outputs = [call() for call in calls]
         if len(calls) > 1:
             self._outputs = outputs
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         self._graph.replay()
         torch.cuda.synchronize()
 
@@ -181,17 +185,6 @@ def interleave(keys: Sequence[Key], rounds: int, seed: int) -> Iterator[tuple[in
         generator.shuffle(order)
         for position, key in enumerate(order):
             yield round_, position, key
-
-
-def _estimate_us(call: Call) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(5):
-        call()
-    end.record()
-    end.synchronize()
-    # a host-bound call looks slower than it is; the cap on calls bounds what that costs
-    return start.elapsed_time(end) * 1e3 / 5
 
 
 def _synchronize() -> None:
