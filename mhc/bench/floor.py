@@ -14,6 +14,7 @@ import torch
 
 BLOCK = 2048  # bf16 elements a program handles at a time: 16 bytes a thread of 256
 MOST_PROGRAMS = 4096
+ROUND_TO = 16  # elements: lengths that divide by it are moved 16 bytes at a time
 
 
 @cache
@@ -45,15 +46,25 @@ def launch() -> Callable[[], None]:
     return lambda: empty[(1,)](num_warps=1)
 
 
+def length(nbytes: int) -> int:
+    """bf16 elements that hold `nbytes`, rounded up so that a copy of them is vectorised."""
+    return -(-nbytes // (2 * ROUND_TO)) * ROUND_TO
+
+
 def copy(source: torch.Tensor, target: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A closure that reads all of `source` and writes all of `target` (bf16, 1-D, any lengths), each byte once.
+    """A closure that reads all of `source` and writes all of `target`, each byte once.
+
+    Args:
+        source, target: 1-D bf16, of `length(...)` elements.
 
     Raises:
-        ValueError: a tensor is not 1-D bf16.
+        ValueError: a tensor is not that.
     """
     for name, tensor in (("source", source), ("target", target)):
-        if tensor.dtype != torch.bfloat16 or tensor.dim() != 1:
-            raise ValueError(f"{name} must be 1-D bfloat16, got {tensor.dtype} {list(tensor.shape)}")
+        if tensor.dtype != torch.bfloat16 or tensor.dim() != 1 or tensor.numel() % ROUND_TO:
+            raise ValueError(
+                f"{name} must be 1-D bfloat16 of a multiple of {ROUND_TO}, got {tensor.dtype} {list(tensor.shape)}"
+            )
     _, move = _kernels()
     r, w = source.numel(), target.numel()
     programs = min(MOST_PROGRAMS, 1 << max(0, (-(-max(r, w) // BLOCK) - 1).bit_length()))

@@ -187,21 +187,18 @@ EXPECTED = {"first_pre": _first_expected, "post_pre": _post_pre_expected, "first
 
 
 def _floor(op: str, inputs: Inputs, tokens: int) -> Callable[[], object]:
-    config = inputs.config
+    hidden, hc = inputs.config.hidden_size, inputs.config.hc_mult
 
-    def one(op: str, impl: str) -> Callable[[], object]:
-        moved = work(op, impl, tokens, config.hidden_size, config.hc_mult)
-        source = torch.randn(moved.read // 2, device=inputs.device).to(BF16)
-        return floor.copy(source, torch.empty(moved.written // 2, device=inputs.device, dtype=BF16))
+    def moving(read: int, written: int) -> Callable[[], object]:
+        source = torch.randn(floor.length(read), device=inputs.device).to(BF16)
+        return floor.copy(source, torch.empty(floor.length(written), device=inputs.device, dtype=BF16))
 
+    whole = work(op, "floor_copy", tokens, hidden, hc)
     if op != "first_pre_then_post_pre":
-        return one(op, "floor_copy")
+        return moving(whole.read, whole.written)
     # two copies one after the other: the sub-layer runs in between
-    pair = work(op, "floor_copy", tokens, config.hidden_size, config.hc_mult)
-    first = one("first_pre", "mhc_collapsed")
-    head = work("first_pre", "mhc_collapsed", tokens, config.hidden_size, config.hc_mult)
-    source = torch.randn((pair.read - head.read) // 2, device=inputs.device).to(BF16)
-    second = floor.copy(source, torch.empty((pair.written - head.written) // 2, device=inputs.device, dtype=BF16))
+    head = work("first_pre", "mhc_collapsed", tokens, hidden, hc)
+    first, second = moving(head.read, head.written), moving(whole.read - head.read, whole.written - head.written)
     return lambda: (first(), second())
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mhc import MHCConfig
-from mhc.bench import executor, hardware, impls, latency, records, summary, timing
+from mhc.bench import executor, floor, hardware, impls, latency, records, summary, timing
 from mhc.bench.inputs import Inputs
 from mhc.bench.work import IMPLS, OPS
 
@@ -199,3 +199,12 @@ def test_without_a_gpu_one_sentence_says_what_to_do(capsys):
     assert "no CUDA GPU here" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="no CUDA GPU"):
         hardware.copy_bandwidth_gbs()
+
+
+def test_floor_lengths_hold_the_bytes_and_vectorise():
+    for nbytes in (2, 32, 33, 16476):
+        elements = floor.length(nbytes)
+        assert elements % floor.ROUND_TO == 0
+        assert nbytes <= 2 * elements < nbytes + 2 * floor.ROUND_TO
+    with pytest.raises(ValueError, match="source must be 1-D bfloat16"):
+        floor.copy(torch.zeros(16), torch.zeros(16, dtype=torch.bfloat16))
