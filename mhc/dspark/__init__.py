@@ -1,7 +1,7 @@
 """DSpark on DeepSeek-V4's block: draft model, miniature target, exact speculative decoding."""
 
 from mhc.dspark.anchored import AnchoredOutput, anchored_forward
-from mhc.dspark.batch import Completion
+from mhc.dspark.batch import Completion, Round
 from mhc.dspark.cache import LatentCache
 from mhc.dspark.config import V4Config
 from mhc.dspark.decode import generate
@@ -15,6 +15,7 @@ __all__ = [
     "DSparkDraft",
     "DraftOutput",
     "LatentCache",
+    "Round",
     "SharedEmbeddings",
     "Target",
     "TargetOutput",

@@ -34,6 +34,7 @@ def generate(
     batch_size: int | None = None,
     width: int = 1,
     capture: bool = False,
+    trace: bool = False,
     progress: bool = False,
 ) -> list[Completion]:
     """Complete every prompt; with a draft faster, never differently.
@@ -57,6 +58,7 @@ def generate(
         width: rows of a plain step. `block_size + 1` gives it the shapes of verification, and with them its rounding:
             greedy texts can then be compared token by token in bf16.
         capture: replay a round as a CUDA graph (CUDA only).
+        trace: keep every round's drafted tokens, confidences and outcome in `Completion.rounds`.
         progress: show a bar over the batches.
 
     Returns:
@@ -74,7 +76,7 @@ def generate(
     for first in tqdm(range(0, len(prompts), step), disable=not progress, unit="batch"):
         part = prompts[first : first + step]
         caches, logits, positions = prefill(target, draft, part, prefix, max_new_tokens + max(size + 1, width))
-        batch = Batch(ids[first : first + step], positions, max_new_tokens, target.config.eos_token_id, size)
+        batch = Batch(ids[first : first + step], positions, max_new_tokens, target.config.eos_token_id, size, trace)
         first_token(batch, logits, settings)
 
         def one_round(caches=caches, batch=batch) -> None:  # type: ignore[no-untyped-def]

@@ -71,7 +71,7 @@ def draft_round(target: Target, draft: DSparkDraft, caches: Caches, batch: Batch
     verified = batch.live.unsqueeze(1) & (rows <= verdict.accepted.unsqueeze(1))
     draft.insert_context(caches.context, output.aux, next_positions - 1, verified)
     kept = batch.emit(verdict.tokens, verdict.accepted + 1)
-    batch.record(was_live, length, verdict.accepted, kept)
+    batch.record(was_live, proposal, length, verdict.accepted, kept)
 
 
 def _sample(batch: Batch, logits: Tensor, settings: Settings) -> Tensor:

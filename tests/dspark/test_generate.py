@@ -126,6 +126,24 @@ def test_counts_add_up(pair):
         assert len(item.tokens) == 30 or item.finish_reason == "eos"
 
 
+def test_trace_tells_the_same_story(pair):
+    target, draft = pair
+    prompts = random_prompts(6)
+    settings = {"draft": draft, "temperature": 0.5, "confidence_threshold": 0.4}
+    plain = generate(target, prompts, 20, **settings)
+    for item, untraced in zip(generate(target, prompts, 20, trace=True, **settings), plain, strict=True):
+        assert item.tokens == untraced.tokens
+        assert untraced.rounds == []
+        assert len(item.rounds) == item.drafts
+        assert sum(part.drafted for part in item.rounds) == item.drafted
+        text = item.tokens[:1]
+        for part in item.rounds:
+            doubts = [i for i, confidence in enumerate(part.confidence) if confidence < 0.4]
+            assert part.drafted == (doubts[0] if doubts else 4)
+            assert item.tokens[len(text) : len(text) + part.accepted] == part.tokens[: part.accepted][: 20 - len(text)]
+            text += [*part.tokens[: part.accepted], item.tokens[min(len(text) + part.accepted, 19)]]
+
+
 @pytest.mark.parametrize("limit", [1, 2, 6])
 def test_the_limit_holds(pair, limit):
     target, draft = pair
