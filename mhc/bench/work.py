@@ -7,7 +7,7 @@ the op alone, by its least traffic: the first pre as a table lookup.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BF16, FP32, INT64 = 2, 4, 8
 OPS = ("first_pre", "post_pre", "first_pre_then_post_pre")
@@ -84,8 +84,7 @@ def work(op: str, impl: str, tokens: int, hidden: int, hc: int = 4, iters: int =
     last = _post_pre(second.get(impl, "mhc_post_pre"), tokens, hidden, hc, iters)
     if impl in ("mhc_collapsed", "floor_copy"):  # the second half reads x [T, H] instead of [T, hc, H], and no comb
         saved = (hc - 1) * BF16 * tokens * hidden + FP32 * tokens * hc * hc
-        last = Work(last.read - saved, *(getattr(last, name) for name in list(last.__dataclass_fields__)[1:]))
-        return _first_pre("mhc_collapsed" if impl == "mhc_collapsed" else impl, tokens, hidden, hc, iters, True) + last
+        return _first_pre("mhc_collapsed", tokens, hidden, hc, iters) + replace(last, read=last.read - saved)
     return _first_pre(impl, tokens, hidden, hc, iters) + last
 
 
@@ -95,7 +94,7 @@ def floor_bytes(op: str, tokens: int, hidden: int, hc: int = 4) -> tuple[int, in
     return least.read, least.written
 
 
-def _first_pre(impl: str, t: int, h: int, hc: int, iters: int, collapsed: bool = False) -> Work:
+def _first_pre(impl: str, t: int, h: int, hc: int, iters: int) -> Work:
     rows, x = hc * (hc + 2), BF16 * t * h
     mixes = FP32 * t * (hc + hc * hc)
     fn, fn_b, norm = FP32 * rows * hc * h, FP32 * rows * h, BF16 * h
@@ -103,9 +102,9 @@ def _first_pre(impl: str, t: int, h: int, hc: int, iters: int, collapsed: bool =
     gates = t * (8 * rows + 4 * hc * hc * iters)
     if impl == "floor_launch":
         return Work(0, 0, 0, 1)
-    if impl in ("mhc_table", "floor_copy") and not collapsed:
+    if impl in ("mhc_table", "floor_copy"):
         return Work(x + looked_up + norm, hc * x + x + mixes, 2 * t * h, 1)
-    if impl in ("mhc_collapsed", "floor_copy"):
+    if impl == "mhc_collapsed":
         return Work(x + INT64 * t + FP32 * t * (1 + hc) + norm, x + FP32 * t * hc, 2 * t * h, 1)
     if impl in ("vllm_repeat", "mhc_repeat", "tilekernels_repeat"):
         # x is read, the streams are written, read by the projection and, in a second launch, by the collapse
