@@ -15,6 +15,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "gsm8k": ("mhc.gsm8k.command", "ask GSM8K of the miniature pair or of any OpenAI-compatible server"),
     "train": ("mhc.dspark.train_command", "train the miniature target and its DSpark draft"),
+    "draft-split": ("mhc.dspark.split_command", "time one draft round on this GPU, part by part"),
     "bench": ("mhc.bench.command", "time kernels, peers and floors on this GPU; pack wheels for offline hosts"),
     "report": ("mhc.report", "execute the notebooks and render build/report.html"),
 }
