@@ -26,6 +26,7 @@ def answer(
     seed: int,
     *,
     max_new_tokens: int = MAX_TOKENS,
+    capture: bool = True,
 ) -> list[Sample]:
     """Answer every question `rounds` times at temperature 1.
 
@@ -38,6 +39,7 @@ def answer(
         rounds: at least 1.
         seed: of sampling and perturbation.
         max_new_tokens: an answer not ended by then is kept as far as it got.
+        capture: replay rounds as CUDA graphs, where there is CUDA.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
@@ -55,7 +57,7 @@ def answer(
         temperature=1.0,
         seed=seed,
         batch_size=BATCH,
-        capture=target.embed.weight.is_cuda,
+        capture=capture and target.embed.weight.is_cuda,
         progress=True,
     )
     return [Sample((*head, *done.tokens), len(head)) for head, done in zip(prompts, completions, strict=True)]

@@ -49,12 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--maps", default="kernels", choices=("kernels", "torch"), help="mHC in inference; torch needs no TileLang"
     )
     parser.add_argument("--preset", default="mini", choices=sorted(PRESETS), help="shapes (target only)")
-    parser.add_argument("--steps", type=int, help="optimiser steps (default: target 2500, draft 4000)")
+    parser.add_argument("--steps", type=int, help="optimiser steps (default: 4000)")
     parser.add_argument("--minutes", type=float, help="end the schedule there (default: target 4.5, draft 2.5)")
-    parser.add_argument("--lr", type=float, help="peak learning rate (default: target 1e-3, draft 6e-4)")
+    parser.add_argument("--lr", type=float, help="peak learning rate (default: target 2e-3, draft 6e-4)")
     parser.add_argument("--batch-size", type=int, default=64, help="sequences a step")
     parser.add_argument("--anchors", type=int, default=32, help="random anchors a sequence (draft only)")
     parser.add_argument("--rounds", type=int, default=4, help="generations a train question (draft only)")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs while generating")
     parser.add_argument("--questions", type=int, help="use only the first questions of the split, for trials")
     parser.add_argument("--dev-questions", type=int, default=DEV_QUESTIONS, help="held out of the train split's end")
     parser.add_argument("--checkpoint-every", type=int, default=500, help="steps between checkpoints")
@@ -103,7 +104,7 @@ def _target(args: argparse.Namespace, train_problems: list[Problem], dev_problem
     config = PRESETS[args.preset]()
     corpus = (f"{prompt(problem.question)} {problem.answer}" for problem in train_problems)
     tokenizer = tokenizers.train(corpus, config.vocab_size)
-    plan = _plan(args, steps=2500, minutes=4.5, lr=1e-3, weight_decay=0.1)
+    plan = _plan(args, steps=4000, minutes=4.5, lr=2e-3, weight_decay=0.1)
     checkpoint = args.work / "target.pt"
     target, state = train_target(
         config, tokenizer, train_problems, dev_problems, plan, args.batch_size, checkpoint, args.device
@@ -125,7 +126,7 @@ def _draft(args: argparse.Namespace, train_problems: list[Problem], dev_problems
     samples = generations.cached(store, key)
     if samples is None:
         asked = [*train_problems, *dev_problems]
-        made = generations.answer(pair.target, pair.tokenizer, asked, args.rounds, args.seed)
+        made = generations.answer(pair.target, pair.tokenizer, asked, args.rounds, args.seed, capture=not args.eager)
         samples = generations.cached(store, key, made)
         assert samples is not None
     # held out with all their rounds

@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mini.add_argument("--threshold", type=float, default=0.0, help="cut drafts at the first confidence below")
     mini.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     mini.add_argument("--maps", default="kernels", choices=("kernels", "torch"), help="torch needs no TileLang")
+    mini.add_argument("--eager", action="store_true", help="no CUDA graphs")
     mini.add_argument("--batch-size", type=int, default=64, help="questions decoded together and saved together")
     server = parser.add_argument_group("openai")
     server.add_argument("--base-url", default="http://localhost:8000")
@@ -115,7 +116,9 @@ def _mini(args: argparse.Namespace, problems: Sequence[Problem]) -> int:
         for at in tqdm(range(0, len(todo), args.batch_size), desc=arm.name, unit="batch"):
             part = todo[at : at + args.batch_size]
             texts = encode_prompts(pair, part, shots)
-            outcome = run_arm(pair, part, texts, arm, rule=args.rule, seed=seed, max_tokens=args.max_tokens)
+            outcome = run_arm(
+                pair, part, texts, arm, rule=args.rule, seed=seed, max_tokens=args.max_tokens, capture=not args.eager
+            )
             for row in outcome.rows:
                 journal.append(row.record())
             journal.append(outcome.total)
@@ -147,7 +150,7 @@ def _record(args: argparse.Namespace, problems: Sequence[Problem]) -> int:
 
     hyper.OPS = args.maps == "kernels"
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    scope = Scope(k=args.k, max_tokens=args.max_tokens, seed=args.seed or 0, rule=args.rule)
+    scope = Scope(k=args.k, max_tokens=args.max_tokens, seed=args.seed or 0, rule=args.rule, graphs=not args.eager)
     print(f"wrote {record(args.model, args.out, problems, scope, device)}")
     return 0
 

@@ -74,10 +74,12 @@ def run_arm(
     seed: int = 0,
     max_tokens: int = MAX_TOKENS,
     batch_size: int | None = None,
+    capture: bool = True,
 ) -> Outcome:
     """Answer all questions in one arm.
 
-    Random streams are keyed by question id, so arms and subsets of the questions draw the same numbers.
+    Random streams are keyed by question id, so arms and subsets of the questions draw the same numbers. `capture`
+    replays rounds as CUDA graphs, where there is CUDA.
 
     Raises:
         ValueError: the arm drafts and the pair has no draft, or as `mhc.dspark.generate`.
@@ -98,7 +100,7 @@ def run_arm(
         confidence_threshold=arm.threshold,
         batch_size=batch_size,
         width=arm.width,
-        capture=on_cuda(pair),
+        capture=capture and on_cuda(pair),
     )
     wall_s = time.perf_counter() - start
     texts = [text_of(pair, done) for done in completions]

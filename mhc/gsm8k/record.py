@@ -28,6 +28,7 @@ from mhc.gsm8k.prompts import MAX_TOKENS, Rule
 
 ARMS = ("repeat", "broadcast")
 EXACT = "_fp64"
+SPEED_QUESTIONS = 4  # at least so many are timed, one batch after the other
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Scope:
         k: draft length of the main arms; the sweep takes every shorter one.
         thresholds: confidence thresholds of the truncation curve.
         speed_requests: batch sizes whose tokens a second are measured.
+        graphs: replay rounds as CUDA graphs, where there is CUDA.
         speed_rounds: interleaved repetitions of each.
         max_tokens: of an answer.
         seed: of sampling.
@@ -46,8 +48,9 @@ class Scope:
 
     k: int = 7
     thresholds: tuple[float, ...] = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
-    speed_requests: tuple[int, ...] = (1, 16, 256)
+    speed_requests: tuple[int, ...] = (1, 64)
     speed_rounds: int = 3
+    graphs: bool = True
     max_tokens: int = MAX_TOKENS
     seed: int = 0
     rule: Rule = "vllm"
@@ -92,6 +95,7 @@ def record(folder: str | Path, out: str | Path, problems: Sequence[Problem], sco
                 rule=scope.rule,
                 seed=scope.seed,
                 max_tokens=scope.max_tokens,
+                capture=scope.graphs,
             )
             for row in outcome.rows:
                 journal.append(row.record(), sync=False)
@@ -151,7 +155,7 @@ def throughput(pair: Pair, prompts: Sequence[Sequence[int]], scope: Scope) -> It
     """
     variants = [(None, "plain"), *((expansion, expansion) for expansion in ARMS)]
     for requests in [size for size in scope.speed_requests if size <= len(prompts)]:
-        for capture in (True, False) if on_cuda(pair) else (False,):
+        for capture in (True, False) if on_cuda(pair) and scope.graphs else (False,):
             walls: dict[str, list[float]] = {name: [] for _, name in variants}
             tokens: dict[str, int] = {}
             for number in tqdm(range(scope.speed_rounds + 1), desc=f"speed, {requests} requests", unit="round"):
@@ -160,11 +164,12 @@ def throughput(pair: Pair, prompts: Sequence[Sequence[int]], scope: Scope) -> It
                     start = time.perf_counter()
                     done = generate(
                         pair.target,
-                        prompts[:requests],
+                        prompts[: max(requests, SPEED_QUESTIONS)],
                         scope.max_tokens,
                         draft=pair.draft if expansion else None,
                         block_size=scope.k if expansion else None,
                         expansion=expansion or "broadcast",
+                        batch_size=requests,
                         capture=capture,
                     )
                     synchronise(pair)
