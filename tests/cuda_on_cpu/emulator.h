@@ -5,16 +5,17 @@
 // unordered therefore really happens in different orders, and a missing barrier shows.
 //
 // Caught: shared memory read before it is written (it holds NaN), tensors and shared memory left by an index (guard
-// pages and red zones), barriers that not every thread reaches, a cp.async that is not waited for (it lands at its wait
-// under even seeds, at once under odd ones), cluster peers that have not started or have already left.
+// pages and red zones), barriers that not every thread reaches, an asynchronous copy that is not waited for (under seed
+// 0 it lands as late as it may, under 1 at once, else by the dice), cluster peers that have not started or have left.
 //
 // Not modelled, so a passing kernel may still be wrong in these respects:
-//   - memory order: all memory is sequentially consistent, a missing fence or release goes unseen;
+//   - memory order: all memory is sequentially consistent, a missing fence (of any proxy) or release goes unseen;
 //   - divergence: lanes of a warp run one after the other between collectives, without reconvergence;
 //   - rounding of approximate intrinsics (rsqrtf, __expf, ...): correctly rounded here; contraction to FMA is the host
 //     compiler's choice; tensor cores sum a 16-deep product exactly and truncate once;
 //   - blocks run one cluster at a time unless the launch is cooperative or `concurrent` is asked for;
-//   - TMA, wgmma and mbarriers do not exist: the runner lowers with them turned off, so it is that variant that runs;
+//   - TMA to and from global memory and wgmma do not exist: the runner lowers with them turned off, so it is that
+//     variant that runs; bulk copies between the blocks of a cluster and the mbarriers that count them do exist;
 //   - time, bank conflicts, occupancy, registers, fp16 and fp8.
 #pragma once
 #include "fibers.h"
@@ -30,22 +31,28 @@ static unsigned char* map(size_t bytes) {
 }
 static size_t shared_room() { return (launch->shared + kPage) / kPage * kPage; }  // at least a byte of red zone
 
-// Distributed shared memory: the same offset in the peer's shared memory.
-static void* peer_shared(const void* p, int rank) {
-  Block* me = self->block;
-  size_t offset = (const unsigned char*)p - me->shared;
-  dim3 c = launch->cluster;
-  if (rank < 0 || rank >= (int)(c.x * c.y * c.z)) fail("rank %d is outside the cluster of %u", rank, c.x * c.y * c.z);
-  if (offset >= launch->shared) fail("map_shared_rank of a pointer outside shared memory");
-  Block& peer = me->peers[rank];
-  if (peer.started < peer.threads) fail("cluster peer %d has not started: a cluster_sync must come first", rank);
-  if (!peer.alive) fail("cluster peer %d has exited: it must stay until a last cluster_sync", rank);
-  return peer.shared + offset;
+static size_t shared_offset(const void* p) {
+  size_t offset = (const unsigned char*)p - self->block->shared;
+  if (offset >= launch->shared) fail("a pointer that should point into shared memory does not");
+  return offset;
 }
 
+static Block& peer_block(int rank) {
+  int size = launch->cluster.x * launch->cluster.y * launch->cluster.z;
+  if (rank < 0 || rank >= size) fail("rank %d is outside the cluster of %d", rank, size);
+  Block& peer = self->block->peers[rank];
+  if (peer.started < peer.threads) fail("cluster peer %d has not started: a cluster_sync must come first", rank);
+  if (!peer.alive) fail("cluster peer %d has exited: it must stay until a last cluster_sync", rank);
+  return peer;
+}
+
+// Distributed shared memory: the same offset in the peer's shared memory.
+static void* peer_shared(const void* p, int rank) { return peer_block(rank).shared + shared_offset(p); }
+
+static bool lands_at_once() { return launch->seed < 2 ? launch->seed & 1 : dice() & 1; }
+
 static void async_copy(void* to, const void* from, size_t bytes) {
-  bool lands_at_once = launch->seed < 2 ? launch->seed & 1 : dice() & 1;
-  if (lands_at_once)
+  if (lands_at_once())
     memcpy(to, from, bytes);
   else
     self->open_group.push_back({to, from, bytes});
@@ -60,6 +67,57 @@ static void async_wait(size_t pending) {
     for (const Copy& c : self->groups.front()) memcpy(c.to, c.from, c.bytes);
     self->groups.erase(self->groups.begin());
   }
+}
+
+static MBarrier& mbarrier(Block& block, size_t offset) {
+  auto found = block.mbarriers.find(offset);
+  if (found == block.mbarriers.end()) fail("an mbarrier is used before its init is known here");
+  return found->second;
+}
+
+static void mbarrier_arrive(MBarrier& b, long bytes) {
+  if (!b.pending) fail("more arrivals than the %d of an mbarrier's phase", b.expected);
+  b.bytes += bytes, b.pending--;
+  b.settle();
+}
+
+static void mbarrier_wait(MBarrier& b, unsigned parity, int line) {
+  while ((b.generation & 1) == (parity & 1)) wait_for(b.generation, b.generation, "mbarrier", line);
+}
+
+// A bulk copy into a peer's shared memory, which its mbarrier there counts. One in flight lands when nothing else can
+// happen, or earlier by the dice; it reads its source only then.
+struct Bulk {
+  Block *source, *target;
+  MBarrier* barrier;
+  Copy copy;
+};
+static std::vector<Bulk> in_flight;
+
+static void land(const Bulk& b) {
+  if (!b.target->alive) fail("a bulk copy lands in a cluster peer that has exited");
+  if (!b.source->alive) fail("a block exited while its bulk copy was in flight");
+  memcpy(b.copy.to, b.copy.from, b.copy.bytes);
+  b.barrier->bytes -= b.copy.bytes;
+  b.barrier->settle();
+}
+
+static void land_one(size_t i) {
+  Bulk b = in_flight[i];
+  in_flight.erase(in_flight.begin() + i);
+  land(b);
+}
+
+static void bulk_copy(void* to, const void* from, int rank, size_t bytes, const void* barrier) {
+  if (bytes % 16 || (uintptr_t)to % 16 || (uintptr_t)from % 16) fail("bulk copies move aligned units of 16 bytes");
+  Block& peer = peer_block(rank);
+  shared_offset((const char*)from + bytes - 1), shared_offset((char*)to + bytes - 1);
+  Bulk b = {self->block, &peer, &mbarrier(peer, shared_offset(barrier)), {peer_shared(to, rank), from, bytes}};
+  mbarrier_arrive(*b.barrier, bytes);
+  if (lands_at_once())
+    land(b);
+  else
+    in_flight.push_back(b);
 }
 
 // ---- running ----
@@ -125,7 +183,10 @@ static void run_threads(std::vector<Thread>& threads) {
       }
       unit.erase(std::remove_if(unit.begin(), unit.end(), [](Thread* t) { return t->done; }), unit.end());
     }
-    if (!progress) report_deadlock(units, threads.size());
+    if (!in_flight.empty() && (!progress || (seed > 1 && dice() % 4 == 0)))
+      land_one(seed > 1 ? dice() % in_flight.size() : 0);
+    else if (!progress)
+      report_deadlock(units, threads.size());
     units.erase(std::remove_if(units.begin(), units.end(), [](auto& u) { return u.empty(); }), units.end());
   }
 }
@@ -203,11 +264,12 @@ static void run() {
   for (size_t i = 0; i < threads.size(); i++)
     threads[i].stack = arena + kPage + room * blocks.size() + i * kStackBytes;
 
-  grid_threads = threads.size(), grid_barrier = Barrier(), spins = 0;
+  grid_threads = threads.size(), grid_barrier = Barrier(), spins = 0, in_flight.clear();
   for (size_t i = 0; i < order.size(); i += at_once) {
     place(blocks, threads, clusters, &order[i]);
     run_threads(threads);
     self = nullptr;
+    if (!in_flight.empty()) fail("a block exited while its bulk copy was in flight");
     check_red_zones(blocks);
   }
 }

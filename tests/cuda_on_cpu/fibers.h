@@ -58,6 +58,16 @@ struct Warp {
   std::map<uint32_t, Meeting> meetings;  // by mask
 };
 
+// An mbarrier opens when all arrivals of its phase and all bytes announced for it are in.
+struct MBarrier {
+  int expected = 0, pending = 0;
+  long bytes = 0;
+  unsigned generation = 0;
+  void settle() {
+    if (!pending && !bytes) pending = expected, generation++;
+  }
+};
+
 struct Cluster {
   Barrier barrier;
   int alive = 0;
@@ -72,6 +82,7 @@ struct Block {
   Cluster* cluster = nullptr;
   Barrier barriers[16];  // 0 is __syncthreads
   int votes[2] = {0, 0};
+  std::map<size_t, MBarrier> mbarriers;  // by offset in shared memory
   std::vector<Warp> warps;
 };
 
@@ -188,9 +199,6 @@ static void give_way() {
 }
 
 static void arrive_and_wait(Barrier& b, int expected, const char* what, int line, bool wait = true) {
-  if (b.arrived && b.line != line)
-    fail("divergent barrier: line %d meets line %d of the same block at %s", line, b.line, what);
-  b.line = line;
   unsigned seen = b.generation;
   if (++b.arrived == expected)
     b.open();
@@ -200,7 +208,12 @@ static void arrive_and_wait(Barrier& b, int expected, const char* what, int line
 
 static void block_barrier(int id, int threads, const char* what, int line, bool wait = true) {
   if (id < 0 || id > 15) fail("barrier %d does not exist, there are 16", id);
-  arrive_and_wait(self->block->barriers[id], threads, what, line, wait);
+  Barrier& b = self->block->barriers[id];
+  // named barriers may pair different places, __syncthreads may not
+  if (id == 0 && b.arrived && b.line != line)
+    fail("divergent barrier: line %d meets line %d of the same block at %s", line, b.line, what);
+  b.line = line;
+  arrive_and_wait(b, threads, what, line, wait);
 }
 
 // barrier.cluster counts the threads that have not exited, hence the look at every exit.

@@ -191,7 +191,17 @@ def _entry(kernel: Kernel) -> str:
     return f'extern "C" void enter_{kernel.name}(void** a) {{ {kernel.name}({arguments}); }}\n'
 
 
-SIZES = {"uchar": 1, "bfloat16_t": 2, "float": 4, "int": 4, "uint": 4, "int64_t": 8, "float2": 8, "float4": 16}
+SIZES = {
+    "uchar": 1,
+    "bfloat16_t": 2,
+    "float": 4,
+    "int": 4,
+    "uint": 4,
+    "int64_t": 8,
+    "uint64_t": 8,
+    "float2": 8,
+    "float4": 16,
+}
 
 
 def build(text: str) -> ctypes.CDLL:

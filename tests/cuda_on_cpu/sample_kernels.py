@@ -4,6 +4,7 @@
 from typing import Any
 
 import tilelang.language as T
+from tvm import tirx
 
 
 def add(width: int = 256) -> Any:
@@ -104,6 +105,53 @@ def cluster_sum(width: int = 128) -> Any:
                 y[row, block, i] = all_blocks[0, i] + all_blocks[1, i] + all_blocks[2, i] + all_blocks[3, i]
 
     return cluster_kernel
+
+
+def cluster_send(width: int = 128) -> Any:
+    """As `cluster_sum`, by bulk copies that an mbarrier in the receiving block counts; a warp of its own receives."""
+    tokens = T.dynamic("tokens")
+    threads = width + 32
+
+    @T.prim_func
+    def send_kernel(x: T.Tensor((tokens, 4, width), "float32"), y: T.Tensor((tokens, 4, width), "float32")):
+        with T.ClusterKernel(4, threads=threads, cluster_dims=(4, 1, 1)) as block:
+            tid = T.get_thread_binding()
+            mine = T.alloc_shared((2, width), "float32")
+            gathered = T.alloc_shared((2, 4, width), "float32")
+            arrived = T.alloc_cluster_barrier([4, 4])
+            for row in T.serial(tokens):
+                if tid < width:
+                    mine[row % 2, tid] = x[row, block, tid]
+                    T.fence_proxy_async()
+                    T.sync_threads(1, width)
+                    if tid % 32 == 0:
+                        T.evaluate(
+                            tirx.call_intrin(
+                                "handle",
+                                tirx.op.Op.get("tl.tma_store_cluster"),
+                                gathered.access_ptr("w", offset=(row % 2 * 4 + block) * width),
+                                mine.access_ptr("r", offset=row % 2 * width),
+                                tid // 32,
+                                width * 4,
+                                arrived[row % 2],
+                            )
+                        )
+                    T.named_barrier_arrive(2, threads)
+                else:
+                    T.sync_threads(2, threads)
+                    T.mbarrier_wait_parity(arrived[row % 2], row // 2 % 2)
+                    for i in T.serial(width // 32):
+                        col = i * 32 + tid - width
+                        y[row, block, col] = (
+                            gathered[row % 2, 0, col]
+                            + gathered[row % 2, 1, col]
+                            + gathered[row % 2, 2, col]
+                            + gathered[row % 2, 3, col]
+                        )
+                T.sync_threads()
+            T.cluster_sync()
+
+    return send_kernel
 
 
 def last_block_sum(blocks: int = 7) -> Any:

@@ -76,6 +76,13 @@ def test_clusters_and_distributed_shared_memory(kernel: Any, seed: int) -> None:
     assert torch.equal(y, (x[:, 0] + x[:, 1] + x[:, 2] + x[:, 3]).unsqueeze(1).expand(3, 4, 128))
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_bulk_copies_and_mbarriers(kernel: Any, seed: int) -> None:
+    x, y = random(5, 4, 128), poisoned(5, 4, 128, dtype=FP32)
+    run(kernel("cluster_send"), seed, pass_configs=NO_AUTO_SYNC, x=x, y=y)
+    assert torch.equal(y, (x[:, 0] + x[:, 1] + x[:, 2] + x[:, 3]).unsqueeze(1).expand(5, 4, 128))
+
+
 @pytest.mark.parametrize("concurrent", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_atomic_tickets(kernel: Any, seed: int, concurrent: bool) -> None:
@@ -227,6 +234,25 @@ def test_a_missing_cluster_barrier_is_noticed(kernel: Any) -> None:
     assert outcome(second, want, x=x) in ("poison", "wrong") or "has exited" in outcome(second, want, x=x)
     unpaired = Emulated(lower(kernel("cluster_sum"), SIMT), removed("tl::cluster_arrive();"))
     assert "cluster_wait without a cluster_arrive" in outcome(unpaired, want, x=x)
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (replaced(r"arrived\[.*\]\.wait\(.*\);", ""), "poison|wrong|more arrivals"),
+        (replaced(r"\.init\(4\)", ".init(5)"), "wait at mbarrier"),
+        (replaced(r"\.init\(4\)", ".init(3)"), "poison|wrong|more arrivals"),
+        (replaced(r"arrived\[.\]\.init\(4\);", ""), "before its init"),
+        (replaced(r"(tl::__sync_thread_partial\(1, 128\);)", ""), "poison|wrong"),
+        (replaced(r"(?s)tl::cluster_sync\(\);(?!.*tl::cluster_sync)", ""), "has exited|block exited"),
+        (replaced(r"\(uint32_t\)\(512\)", "(uint32_t)(520)"), "units of 16 bytes"),
+    ],
+    ids=["wait", "too many", "too few", "init", "source", "exit", "size"],
+)
+def test_a_broken_bulk_copy_is_noticed(kernel: Any, edit: Callable[[str], str], says: str) -> None:
+    x = random(5, 4, 128)
+    want = {"y": x.sum(1, keepdim=True).expand(5, 4, 128)}
+    assert re.search(says, outcome(Emulated(lower(kernel("cluster_send"), NO_AUTO_SYNC), edit), want, x=x))
 
 
 def test_an_uninitialised_local_is_noticed(kernel: Any) -> None:

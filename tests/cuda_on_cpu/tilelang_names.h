@@ -159,7 +159,14 @@ static inline void cluster_sync(EMU_LINE) { emu::cluster_arrive(), emu::cluster_
 static inline int block_rank_in_cluster() { return emu::self->block->rank; }
 static inline dim3 cluster_shape() { return emu::launch->cluster; }
 
-// ---- copies ----
+// ---- copies and the barriers that count them ----
+
+static inline void fence_proxy_async() {}
+static inline void fence_barrier_init() {}
+template <class B>
+static inline void tma_store_cluster(void* to, void* from, int rank, uint32_t bytes, B& barrier) {
+  emu::bulk_copy(to, from, rank, bytes, &barrier);
+}
 
 static inline void cp_async_commit() { emu::async_commit(); }
 template <int pending> static inline void cp_async_wait() { emu::async_wait(pending); }
@@ -238,3 +245,18 @@ static inline void mma_sync(float* c, const unsigned* a, const unsigned* b, EMU_
 }
 }  // namespace tl
 
+
+struct alignas(8) Barrier {
+  uint64_t place;
+  size_t offset() const { return emu::shared_offset(this); }
+  emu::MBarrier& here() const { return emu::mbarrier(*emu::self->block, offset()); }
+  emu::MBarrier& at(int rank) const { return emu::mbarrier(emu::peer_block(rank), offset()); }
+  void init(uint32_t arrivals) const { emu::self->block->mbarriers[offset()] = {(int)arrivals, (int)arrivals}; }
+  void wait(uint32_t parity, EMU_LINE) const { emu::mbarrier_wait(here(), parity, line); }
+  void arrive() const { emu::mbarrier_arrive(here(), 0); }
+  void arrive(uint32_t rank, uint32_t predicate = 1) const {
+    if (predicate) emu::mbarrier_arrive(at(rank), 0);
+  }
+  void expect_transaction(uint32_t bytes) const { here().bytes += bytes; }
+  void arrive_and_expect_tx(uint32_t bytes) const { emu::mbarrier_arrive(here(), bytes); }
+};
