@@ -119,7 +119,7 @@ def evaluate(inputs: Inputs, config: MHCConfig, how: str, arithmetic: str, norm:
     r = reference.expand(x, config.hc_mult)
     flat = r.flatten(1) if how == "repeat" else x
     width = flat.shape[1]
-    weight = {"repeat": fn, "fold": reference.fold(fn, config.hc_mult), "fold64": fold(fn, config.hc_mult)}[how]
+    weight = fn if how == "repeat" else (fold if how == "fold64" else reference.fold)(fn, config.hc_mult)
     squares = dot(flat.float().square(), torch.ones(1, width)) / width
     mixes = project(flat, weight, arithmetic) * torch.rsqrt(squares + config.rms_eps)
     pre, post, comb = reference.gates(mixes, scale, base, config)

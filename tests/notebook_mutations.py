@@ -35,7 +35,94 @@ right = work.floor_bytes
 work.floor_bytes = lambda *arguments: tuple(2 * count for count in right(*arguments))
 """
 
+PLAIN_FOLD = """
+import torch, mhc, mhc.arms, mhc.weights
+
+def plain(fn, hc_mult):  # a sum in fp64 loses small terms between large ones
+    return fn.double().unflatten(1, (hc_mult, -1)).sum(1).float()
+
+mhc.fold = mhc.weights.fold = mhc.arms.fold = plain
+"""
+
+FP32_FOLD = """
+import mhc, mhc.arms, mhc.reference, mhc.weights
+
+mhc.fold = mhc.weights.fold = mhc.arms.fold = mhc.reference.fold
+"""
+
+SINKHORN_ENDS_ON_ROWS = """
+import mhc.reference
+
+right = mhc.reference.sinkhorn
+mhc.reference.sinkhorn = lambda logits, iters, eps: right(logits.transpose(-1, -2), iters, eps).transpose(-1, -2)
+"""
+
+NORM_FORGETS_EPS_OF_P = """
+import torch, mhc.reference
+
+def wrong(x, pre_sum, weight, eps):  # RMSNorm(x) instead of RMSNorm(P * x)
+    return mhc.reference.rms_norm(x, weight, eps)
+
+mhc.reference.analytic_norm = wrong
+"""
+
+COLLAPSE_AVERAGES = """
+import mhc.reference
+
+def wrong(x, fn_broadcast, scale, base, norm_weight, config):  # the norm would hide it
+    pre, post, comb = mhc.reference.gates(mhc.reference.mixes(x, fn_broadcast, config.rms_eps), scale, base, config)
+    y = pre.mean(-1, keepdim=True) * x.to(pre.dtype)
+    if norm_weight is not None:
+        y = mhc.reference.rms_norm(mhc.reference.round_bf16(y), norm_weight, config.norm_eps)
+    return pre, post, comb, y
+
+mhc.reference.pre_broadcast = wrong
+"""
+
+NORM_ROUNDS_Y = """
+import mhc.reference
+
+def wrong(x, pre_sum, weight, eps):
+    y = mhc.reference.round_bf16(pre_sum.unsqueeze(-1) * x)
+    return mhc.reference.rms_norm(y, weight, eps)
+
+mhc.reference.analytic_norm = wrong
+"""
+
+BOUND_WITHOUT_SUMMATION = """
+import mhc.error
+
+mhc.error.gamma = lambda count, unit=0.0: 0.0
+"""
+
+TF32_ROUNDS_TO_NEAREST = """
+import mhc.arithmetic
+
+mhc.arithmetic.truncate_tf32 = mhc.arithmetic.nearest_tf32
+"""
+
+OP_OFF_BY_A_MILLIONTH = """
+import mhc, mhc.ops
+
+right = mhc.ops.pre_broadcast
+
+def wrong(*arguments, **options):
+    out = right(*arguments, **options)
+    return out._replace(post=out.post * (1 + 2e-6))
+
+mhc.pre_broadcast = mhc.ops.pre_broadcast = wrong
+"""
+
 MUTATIONS: list[Mutation] = [
     Mutation("01", "fold-drops-a-stream", WRONG_FOLD),
+    Mutation("01", "fold-plain-fp64", PLAIN_FOLD),
+    Mutation("01", "collapse-averages", COLLAPSE_AVERAGES),
+    Mutation("01", "norm-forgets-eps-of-p", NORM_FORGETS_EPS_OF_P),
+    Mutation("01", "sinkhorn-ends-on-rows", SINKHORN_ENDS_ON_ROWS),
+    Mutation("02", "bound-without-summation", BOUND_WITHOUT_SUMMATION),
+    Mutation("02", "fold-in-fp32", FP32_FOLD),
+    Mutation("02", "tf32-rounds-to-nearest", TF32_ROUNDS_TO_NEAREST),
+    Mutation("02", "norm-rounds-y", NORM_ROUNDS_Y),
+    Mutation("02", "op-off-by-a-millionth", OP_OFF_BY_A_MILLIONTH),
     Mutation("03", "floor-counts-bytes-twice", WRONG_FLOOR),
 ]
