@@ -14,6 +14,7 @@ from mhc.dspark.prefill import prefill
 from mhc.dspark.rounds import Settings, draft_round, first_token, plain_round
 from mhc.dspark.target import Target
 
+COLDEST = 1e-5  # below it logits / temperature could overflow fp32
 SYNC_EVERY = 8  # rounds between looks at whether all requests are done
 
 
@@ -133,8 +134,8 @@ def _check(
     for name, value in at_least_one.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    if not (math.isfinite(settings.temperature) and settings.temperature >= 0):
-        raise ValueError(f"temperature must be finite and >= 0, got {settings.temperature}")
+    if settings.temperature != 0 and not COLDEST <= settings.temperature < math.inf:
+        raise ValueError(f"temperature must be 0 or finite and at least {COLDEST}, got {settings.temperature}")
     if not 0 <= settings.confidence_threshold <= 1:
         raise ValueError(f"confidence_threshold must be 0 to 1, got {settings.confidence_threshold}")
     if capture and device.type != "cuda":

@@ -28,11 +28,10 @@ def initialise(module: nn.Module, config: V4Config, seed: int) -> nn.Module:
     generator = torch.Generator(device=device).manual_seed(seed)
     depth = sum(isinstance(part, V4Block) for part in module.modules()) or 1
     for name, parameter in module.named_parameters():
-        leaf = name.rsplit(".", 1)[-1]
-        if "norm" in name.split(".")[-2:][0] or name.endswith("norm.weight"):
+        if name.endswith("norm.weight"):
             parameter.fill_(1.0)
         elif parameter.dim() < 2:
-            parameter.fill_(0.1 if leaf.endswith("scale") else 0.0)
+            parameter.fill_(0.1 if name.endswith("scale") else 0.0)
         else:
             narrow = name.endswith(("wo_b.weight", "w2.weight", "experts.w2"))
             parameter.normal_(0.0, STD / (2 * depth) ** 0.5 if narrow else STD, generator=generator)
@@ -61,7 +60,7 @@ def to_inference(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.M
     for name, parameter in module.named_parameters():
         kept = any(part in name for part in KEPT_FP32)
         parameter.data = parameter.data.to(torch.float32 if kept else dtype)
-        parameter.requires_grad_(False)
+        parameter.requires_grad_(False).grad = None
     hook = getattr(module, "process_weights_after_loading", None)
     if hook is not None:
         hook()

@@ -5,7 +5,7 @@ import torch
 from dspark_pairs import make_pair
 
 from mhc import reference
-from mhc.dspark import hyper
+from mhc.dspark import anchored_forward, hyper
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +79,20 @@ def test_folded_projection_is_trained():
     weight = torch.randn(folded.comb.shape, generator=torch.Generator().manual_seed(2))
     gradients = [torch.autograd.grad((mix.comb * weight).sum(), site.fn)[0] for mix in (folded, streams)]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
+
+
+def test_training_forward_compiles_whole():
+    """No graph break: what the training step relies on."""
+    target, draft = make_pair()
+    draft.requires_grad_(True)
+    tokens = torch.randint(4, 32, (2, 20), generator=torch.Generator().manual_seed(0))
+    anchors = torch.tensor([[0, 3], [5, 9]])
+
+    def loss(tokens, anchors):
+        output = anchored_forward(draft, tokens, target(tokens).aux, anchors)
+        return output.logits.square().mean() + output.confidence_logits.mean()
+
+    compiled = torch.compile(loss, backend="eager", fullgraph=True)(tokens, anchors)
+    torch.testing.assert_close(compiled, loss(tokens, anchors))
+    compiled.backward()
+    assert draft.layers[0].hc_attn_fn.grad is not None
