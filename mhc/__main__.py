@@ -33,14 +33,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[0] not in COMMANDS:
         print(f"mhc: no command {argv[0]!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    module = importlib.import_module(COMMANDS[argv[0]][0])
-    parser = argparse.ArgumentParser(
-        prog=f"python -m mhc {argv[0]}",
-        description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    module.add_arguments(parser)
-    return int(module.run(parser.parse_args(argv[1:])) or 0)
+    try:
+        module = importlib.import_module(COMMANDS[argv[0]][0])
+        parser = argparse.ArgumentParser(
+            prog=f"python -m mhc {argv[0]}",
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(parser)
+        return int(module.run(parser.parse_args(argv[1:])) or 0)
+    except ModuleNotFoundError as error:
+        if (error.name or "mhc").partition(".")[0] == "mhc":
+            raise
+        print(f"mhc {argv[0]}: needs {error.name}, which is not installed; the extras of pyproject.toml list it, "
+              "e.g. pip install -e '.[gsm8k,report]'", file=sys.stderr)  # fmt: skip
+        return 1
 
 
 if __name__ == "__main__":

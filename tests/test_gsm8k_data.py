@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import urllib.error
 import urllib.request
 from decimal import Decimal
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from gsm8k_tools import data_folder, problems
 
+from mhc.__main__ import main
 from mhc.gsm8k import data
 from mhc.gsm8k.prompts import STOP, cut_at_stop, extract, gold, prompt, prompts
 
@@ -148,3 +150,11 @@ def test_offline_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
     with pytest.raises(FileNotFoundError, match=r"no route.*name it with --data or MHC_GSM8K_DIR"):
         data.load("test")
+
+
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "statsmodels", None)
+    for name in [name for name in sys.modules if name.startswith(("mhc.gsm8k", "statsmodels."))]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(["gsm8k", "--model", "m", "--out", "o"]) == 1
+    assert "mhc gsm8k: needs statsmodels" in capsys.readouterr().err

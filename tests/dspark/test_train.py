@@ -1,115 +1,32 @@
-"""Training: losses by hand, batches and anchors, a resumed run equal to the bit, and the commands end to end."""
+"""Training: losses by hand, anchors, a resumed run equal to the bit, and the commands end to end."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import random
 from pathlib import Path
 
 import pytest
 import torch
+from train_tools import made_up, samples
 
 from mhc.__main__ import main
 from mhc.dspark import DSparkDraft, Target, V4Config, anchored_forward, initialise
 from mhc.dspark import tokenizer as tokenizers
 from mhc.dspark.artifacts import load_pair, read_card
-from mhc.dspark.corpus import Sample, batches, collate, encode, perturb, split
+from mhc.dspark.corpus import Sample, collate, encode
 from mhc.dspark.losses import draft_losses, next_token_loss
 from mhc.dspark.optimise import Plan, train
 from mhc.dspark.train_draft import draw_anchors, start_from_target, train_draft
 from mhc.dspark.train_target import train_target
-from mhc.gsm8k.data import SHA256, Problem, sha256
+from mhc.gsm8k.data import SHA256, sha256
 from mhc.gsm8k.rows import questions, read
-
-WORDS = ["two", "three", "apples", "pens", "has", "buys", "sells", "gives", "each", "day", "more", "left"]
-
-
-def made_up(count: int, seed: int = 0) -> list[Problem]:
-    """Short questions with calculator notes."""
-    rng = random.Random(seed)
-    rows = []
-    for i in range(count):
-        a, b = rng.randrange(10, 99), rng.randrange(10, 99)
-        question = " ".join(rng.choices(WORDS, k=6)) + f" {a} and {b}?"
-        rows.append(Problem(i, question, f"{a}+{b} = <<{a}+{b}={a + b}>>{a + b}\n#### {a + b}"))
-    return rows
-
-
-def samples(count: int, low: int = 12, high: int = 30, prompt: int = 5) -> list[Sample]:
-    """Random sequences of tokens 4 to 31."""
-    rng = random.Random(1)
-    lengths = [rng.randrange(low, high) for _ in range(count)]
-    return [Sample((0, *(rng.randrange(4, 32) for _ in range(n - 2)), 1), prompt) for n in lengths]
 
 
 def plan(steps: int = 4, **changes: object) -> Plan:
     """A short schedule."""
     fields = {"lr": 1e-2, "weight_decay": 0.1, "minutes": 5.0, "log_every": 1, "dev_every": 2, "checkpoint_every": 2}
     return Plan(steps=steps, **(fields | changes))  # type: ignore[arg-type]
-
-
-# ---- tokenizer and corpus ----
-
-
-def test_tokenizer_spells_digits_and_round_trips(tmp_path: Path) -> None:
-    tokenizer = tokenizers.train((f"{p.question} {p.answer}" for p in made_up(200)), 300)
-    assert [tokenizer.token_to_id(name) for name in ("<|begin|>", "<|end|>", "<|pad|>", "<|noise|>")] == [0, 1, 2, 3]
-    text = "Zoë pays $1,234.50 <<1+2=3>>\n#### -12 \u2028 漢"
-    ids = tokenizer.encode(text).ids
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.encode("1234").tokens == ["1", "2", "3", "4"]
-    tokenizer.save(str(tmp_path / "t.json"))
-    assert tokenizers.load(tmp_path / "t.json").encode(text).ids == ids
-
-
-def test_tokenizer_errors(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="at least 260"):
-        tokenizers.train(["a"], 200)
-    with pytest.raises(ValueError, match="beyond this corpus"):
-        tokenizers.train(["a b"], 2048)
-    with pytest.raises(FileNotFoundError, match="train target"):
-        tokenizers.load(tmp_path / "none.json")
-
-
-def test_batches_follow_seed_and_number_alone() -> None:
-    data = samples(23)
-    stream = batches(data, 4, seed=3)
-    first = [next(stream).ids for _ in range(12)]  # more than two epochs of five batches
-    for start in (1, 5, 11):
-        assert torch.equal(next(batches(data, 4, seed=3, start=start)).ids, first[start])
-    seen = [tuple(row.tolist()) for ids in first[:5] for row in ids]
-    assert len(set(seen)) == 20  # no sample twice in an epoch
-    assert not torch.equal(next(batches(data, 4, seed=4)).ids, first[0])
-    with pytest.raises(ValueError, match="batch_size must be 1 to 23, got 24"):
-        next(batches(data, 24, seed=0))
-
-
-def test_masks() -> None:
-    batch = collate([Sample((0, 9, 8, 7, 1), 2), Sample((0, 9, 1), 2)])
-    assert batch.ids.shape == (2, 32)
-    assert batch.answer_mask()[:, :6].tolist() == [
-        [False, False, True, True, True, False],
-        [False, False, True] + [False] * 3,
-    ]
-    assert batch.token_mask().sum(1).tolist() == [5, 3]
-
-
-def test_perturbed_questions_keep_their_form() -> None:
-    rng = random.Random(0)
-    text = "Tom has 12 pens, 7 cats and $1,500."
-    variants = {perturb(text, rng) for _ in range(20)}
-    assert len(variants) > 5
-    shape = [len(part) for part in text.split()]
-    assert all([len(part) for part in variant.split()] == shape for variant in variants)
-
-
-def test_dev_questions_are_held_out() -> None:
-    rows = made_up(10)
-    kept, dev = split(rows, 3)
-    assert (kept, dev) == (rows[:7], rows[7:])
-    with pytest.raises(ValueError, match="dev_questions must be 1 to 9, got 10"):
-        split(rows, 10)
 
 
 # ---- losses and anchors ----
