@@ -1,6 +1,6 @@
 """What the host side of a kernel asks the driver to do, seen without a GPU through `no_driver.c`.
 
-`in_process` starts a Python whose CUDA driver only takes notes; code in there calls `record`.
+`in_process` starts a Python whose CUDA driver only takes notes; code in there calls `host_stub`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +58,15 @@ def in_process(code: str, *paths: Path) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def record(
-    prim_func: Any, calls: Sequence[Sequence[Tensor]], pass_configs: Mapping[str, Any] | None = None
-) -> list[list[dict[str, Any]]]:
-    """Compile the host side of `prim_func` and call it; for use inside `in_process`.
+def host_stub(prim_func: Any, pass_configs: Mapping[str, Any] | None = None) -> Callable[..., None]:
+    """The compiled host side of a kernel, for use inside `in_process`.
 
     Args:
         prim_func: the TileLang function.
-        calls: positional arguments of each call; CPU tensors, which pass for CUDA tensors.
         pass_configs: the kernel's TileLang pass configs.
 
     Returns:
-        The launches of each call: kernel, grid, block, shared_bytes and, where set, cluster, cooperative, pdl.
+        A function of CPU tensors, which pass for CUDA tensors; of others as they are.
     """
     import tilelang
     import tvm_ffi
@@ -79,13 +76,19 @@ def record(
     tilelang.disable_cache()
     kernel = tilelang.compile(prim_func, target=TARGET, pass_configs=dict(pass_configs or {}))
     executable = kernel.adapter.get_exportable_executable()
+
+    def call(*arguments: Any) -> None:
+        executable(*[tvm_ffi.from_dlpack(PassesForCuda(a)) if isinstance(a, Tensor) else a for a in arguments])
+
+    return call
+
+
+def taken_launches() -> list[dict[str, Any]]:
+    """The launches since the last look: kernel, grid, block, shared_bytes and, where set, cluster, cooperative, pdl."""
     driver = ctypes.CDLL(os.environ[VARIABLE])
     driver.no_driver_log.restype = ctypes.c_char_p
-    launches = []
-    for arguments in calls:
-        driver.no_driver_clear()
-        executable(*[tvm_ffi.from_dlpack(PassesForCuda(tensor)) for tensor in arguments])
-        launches.append([json.loads(line) for line in driver.no_driver_log().decode().splitlines()])
+    launches = [json.loads(line) for line in driver.no_driver_log().decode().splitlines()]
+    driver.no_driver_clear()
     return launches
 
 

@@ -50,21 +50,25 @@ def test_launches_are_read() -> None:
         """
 import torch
 from cuda_on_cpu import sample_kernels as samples
-from cuda_on_cpu.launches import record
-z = torch.zeros
+from cuda_on_cpu.launches import host_stub, taken_launches
+
+def launches(kernel, *shapes):
+    host_stub(kernel)(*[torch.zeros(shape) for shape in shapes])
+    return taken_launches()
+
 result = {
-    "plain": record(samples.reverse(), [[z(3, 96), z(3, 96)]]),
-    "two": record(samples.two_kernels(), [[z(3, 64), z(3, 64), z(3, 64)]]),
-    "cluster": record(samples.cluster_sum(), [[z(t, 4, 128), z(t, 4, 128)] for t in (1, 3)]),
-    "grid": record(samples.grid_shift(), [[z(5), z(5), z(1), z(5)]]),
+    "plain": launches(samples.reverse(), (3, 96), (3, 96)),
+    "two": launches(samples.two_kernels(), (3, 64), (3, 64), (3, 64)),
+    "cluster": launches(samples.cluster_sum(), (3, 4, 128), (3, 4, 128)),
+    "grid": launches(samples.grid_shift(), (5,), (5,), (1,), (5,)),
 }
 """
     )
     assert calls["plain"] == [
-        [{"kernel": "reverse_kernel_kernel", "grid": [1, 1, 1], "block": [96, 1, 1], "shared_bytes": 384}]
+        {"kernel": "reverse_kernel_kernel", "grid": [1, 1, 1], "block": [96, 1, 1], "shared_bytes": 384}
     ]
-    assert [launch["grid"][0] for launch in calls["two"][0]] == [3, 2]
-    assert [launch["grid"] for (launch,) in calls["cluster"]] == [[4, 1, 1], [4, 3, 1]]
+    assert [launch["grid"][0] for launch in calls["two"]] == [3, 2]
+    (cluster,) = calls["cluster"]
     # a cluster launch always allows programmatic overlap, hence the kernels' pdl_sync
-    assert all(launch["cluster"] == [4, 1, 1] and launch["pdl"] for (launch,) in calls["cluster"])
-    assert calls["grid"][0][0]["cooperative"]
+    assert (cluster["grid"], cluster["cluster"], cluster["pdl"]) == ([4, 3, 1], [4, 1, 1], True)
+    assert calls["grid"][0]["cooperative"]
