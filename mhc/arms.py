@@ -120,7 +120,7 @@ def evaluate(inputs: Inputs, config: MHCConfig, how: str, arithmetic: str, norm:
     flat = r.flatten(1) if how == "repeat" else x
     width = flat.shape[1]
     weight = fn if how == "repeat" else (fold if how == "fold64" else reference.fold)(fn, config.hc_mult)
-    squares = dot(flat.float().square(), torch.ones(1, width)) / width
+    squares = dot(flat.float().square(), fn.new_ones(1, width)) / width
     mixes = project(flat, weight, arithmetic) * torch.rsqrt(squares + config.rms_eps)
     pre, post, comb = reference.gates(mixes, scale, base, config)
     pre_sum = pre.sum(-1)

@@ -85,7 +85,7 @@ def pre_bound(
     mixes = 1.001 * (projection * torch.rsqrt(mean_square + config.rms_eps) + truth.mixes.abs() * norm_rel)
 
     # z = m * scale + base, then gates whose slope s (1 - s) is at most its largest value within dz
-    factor = torch.repeat_interleave(scale, torch.tensor([hc, hc, hc * hc]))
+    factor = torch.repeat_interleave(scale, torch.tensor([hc, hc, hc * hc], device=scale.device))
     z = truth.mixes * factor + base
     dz = factor.abs() * mixes + 1.001 * U_FP32 * (2 * (truth.mixes * factor).abs() + z.abs() + mixes)
     above, below = torch.sigmoid(z + dz)[:, : 2 * hc], torch.sigmoid(dz - z)[:, : 2 * hc]

@@ -64,29 +64,34 @@ def arms(errors: DataFrame, bounds: DataFrame, quantity: str) -> Figure:
 
 
 def scaling(by_tokens: DataFrame, by_hidden: DataFrame) -> Figure:
-    """Error of the mixes against T and against H; band: the seeds.
+    """Error of mixes, comb and layer input against T and against H; band: the seeds.
 
     Args:
-        by_tokens, by_hidden: columns `how`, `arithmetic`, `mixes` and `T` or `H`.
+        by_tokens, by_hidden: columns `how`, `arithmetic`, `mixes`, `comb`, `layer_input_ulp` and `T` or `H`.
     """
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(9.8, 3.9), sharey=True)
-    for ax, table, letter in zip(axes, (by_tokens, by_hidden), ("T", "H"), strict=True):
-        for (how, arithmetic), arm in table.groupby(["how", "arithmetic"]):
-            spread = arm.groupby(letter)["mixes"].agg(["min", "median", "max"])
-            style = "--" if how == "repeat" else "-"
-            label = f"{how}, {NAMES[arithmetic]}"
-            ax.plot(spread.index, spread["median"], style, marker="o", color=COLORS[arithmetic], label=label)
-            ax.fill_between(spread.index, spread["min"], spread["max"], color=COLORS[arithmetic], alpha=0.15, lw=0)
-        ax.set(yscale="log")
-    plots.token_axis(axes[0], by_tokens["T"].unique())
-    plots.token_axis(axes[1], by_hidden["H"].unique(), "H, hidden size")
-    axes[1].tick_params(axis="x", labelsize=9)
-    axes[0].set_ylabel("largest error of the mixes")
-    axes[0].set_title("More tokens, more draws")
-    axes[1].set_title("More channels, mixes kept at size 1")
-    axes[1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    quantities = {"mixes": "mixes", "comb": "comb", "layer_input_ulp": "layer input, bf16 ulp"}
+    figure, axes = plt.subplots(2, 3, figsize=(11.2, 6.0), sharey="col")
+    for line, table, letter in zip(axes, (by_tokens, by_hidden), ("T", "H"), strict=True):
+        for ax, (quantity, name) in zip(line, quantities.items(), strict=True):
+            for (how, arithmetic), arm in table.groupby(["how", "arithmetic"]):
+                spread = arm.groupby(letter)[quantity].agg(["min", "median", "max"])
+                style = "--" if how == "repeat" else "-"
+                label = f"{how}, {NAMES[arithmetic]}"
+                ax.plot(spread.index, spread["median"], style, marker="o", color=COLORS[arithmetic], label=label)
+                ax.fill_between(spread.index, spread["min"], spread["max"], color=COLORS[arithmetic], alpha=0.15, lw=0)
+            if quantity == "layer_input_ulp":
+                ax.set_ylim(0, 2.6)
+            else:
+                ax.set_yscale("log")
+            plots.token_axis(ax, table[letter].unique(), {"T": "T, tokens", "H": "H, hidden size"}[letter])
+            ax.tick_params(axis="x", labelsize=8)
+            ax.set_title(f"{name} by {letter}")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("largest error")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
     return figure
 
 
