@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +30,31 @@ def random_draft(config: V4Config, device: str | torch.device, seed: int = 0) ->
 
 
 @torch.no_grad()
+def arms_difference(draft: DSparkDraft, requests: int, context_length: int, expansion: str) -> dict[str, float]:
+    """How far an arm is from `repeat` on the same inputs: largest absolute differences, and what they compare to.
+
+    Returns:
+        `layer_input` (of the first pre) and `logits`, each with the largest value beside it, and `argmax`: the share of
+        rows whose best token differs.
+    """
+    found = {}
+    for arm in ("repeat", expansion):
+        parts = draft_parts(draft, requests, context_length, arm)
+        found[arm] = (parts["first_pre"]().layer_input.float(), parts["forward"]().logits)
+    (x, logits), (other_x, other_logits) = found["repeat"], found[expansion]
+    return {
+        "layer_input": (x - other_x).abs().max().item(),
+        "layer_input_max": x.abs().max().item(),
+        "logits": (logits - other_logits).abs().max().item(),
+        "logits_max": logits.abs().max().item(),
+        "argmax": (logits.argmax(-1) != other_logits.argmax(-1)).float().mean().item(),
+    }
+
+
+@torch.no_grad()
 def draft_parts(
     draft: DSparkDraft, requests: int, context_length: int, expansion: str, seed: int = 0
-) -> dict[str, Callable[[], object]]:
+) -> dict[str, Callable[[], Any]]:
     """The parts of one draft round of R requests.
 
     Args:
@@ -79,7 +102,7 @@ def draft_parts(
         mixed: list[object] = [hyper.post_pre(first.layer_input, streams, site, mhc) for site in sites]
         return [*mixed, hyper.post(first.layer_input, streams)]
 
-    parts: dict[str, Callable[[], object]] = {
+    parts: dict[str, Callable[[], Any]] = {
         "forward": lambda: draft(token_ids, positions, context, expansion=expansion),
         "first_pre": lambda: expand(draft, token_ids.flatten(), x, expansion),
         "attention": attention,

@@ -19,7 +19,7 @@ from mhc.bench import hardware, records, timing
 from mhc.dspark.config import V4Config
 from mhc.dspark.draft import DSparkDraft
 from mhc.dspark.expansion import EXPANSIONS
-from mhc.dspark.parts import draft_parts, random_draft
+from mhc.dspark.parts import arms_difference, draft_parts, random_draft
 
 PRESETS = {"v4_flash": V4Config.v4_flash, "mini": V4Config.mini, "tiny": V4Config.tiny}
 FIELDS: records.Fields = {
@@ -62,7 +62,13 @@ def run(args: argparse.Namespace) -> int:
         points = list(measure(draft, args.requests, args.context, args.rounds, args.samples, args.seed))
         for point in points:
             recorder.point(**point)
-    print(table(points), f"recorded in {recorder.path}", sep="\n")
+        arms = [arm for arm in EXPANSIONS if arm != "repeat"]
+        apart = {arm: arms_difference(draft, max(args.requests), args.context, arm) for arm in arms}
+        recorder.close(difference_to_repeat=apart)
+    print(table(points))
+    for arm, values in apart.items():
+        print(f"{arm} against repeat: " + ", ".join(f"{name} {value:.3g}" for name, value in values.items()))
+    print(f"recorded in {recorder.path}")
     return 0
 
 

@@ -5,7 +5,7 @@ import torch
 
 from mhc import __main__ as main
 from mhc.dspark import V4Config
-from mhc.dspark.parts import draft_parts, random_draft
+from mhc.dspark.parts import arms_difference, draft_parts, random_draft
 from mhc.dspark.split_command import FIELDS, measure, table
 
 PARTS = {"forward", "first_pre", "attention", "ffn", "post_pre", "head", "logits", "context", "markov"}
@@ -26,6 +26,16 @@ def test_parts_run_on_inputs_of_the_forward(ffn):
     assert parts["markov"]().tokens.shape == (3, 4)
     parts["context"]()
     assert not whole.logits.requires_grad
+
+
+def test_difference_between_arms():
+    draft = random_draft(V4Config.tiny("dense"), "cpu")
+    apart = arms_difference(draft, 2, 8, "broadcast")
+    assert apart["layer_input"] <= 2**-7 * apart["layer_input_max"]
+    assert apart["logits"] < 0.05 * apart["logits_max"]
+    with torch.no_grad():
+        draft.layers[0].hc_attn_fn.data.mul_(-9)  # unseen by the version counter: a stale fold
+    assert arms_difference(draft, 2, 8, "broadcast")["logits"] > apart["logits"]
 
 
 def test_measure_covers_both_arms():
