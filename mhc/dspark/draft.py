@@ -56,7 +56,7 @@ class DSparkDraft(nn.Module):
         self.confidence_head = ConfidenceHead(config)
         self._shared: tuple[SharedEmbeddings, ...] = ()  # a tuple, so that it is no submodule
         self._broadcast: BroadcastWeight | None = None
-        self.register_load_state_dict_post_hook(lambda module, keys: self.process_weights_after_loading())
+        self.register_load_state_dict_post_hook(lambda module, keys: module.process_weights_after_loading())
 
     # ---- weights ----
 

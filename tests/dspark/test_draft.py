@@ -1,5 +1,7 @@
 """The draft's forward: against the naive oracle, across arms, and against its own teacher-forced form."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from dspark_pairs import make_pair
@@ -150,6 +152,14 @@ def test_assigning_load(fresh_pair):
     draft.load_state_dict({name: tensor + 0.01 for name, tensor in draft.state_dict().items()}, assign=True)
     assert torch.equal(draft.fn_broadcast, mhc.fold(draft.layers[0].hc_attn_fn, 4))
     assert draft.fn_broadcast.data_ptr() == address
+
+
+def test_a_copy_has_its_own_derived_weight(fresh_pair):
+    _, draft = fresh_pair
+    before, copy = draft.fn_broadcast.clone(), deepcopy(draft)
+    copy.load_state_dict({name: tensor + 0.01 for name, tensor in copy.state_dict().items()})
+    assert torch.equal(copy.fn_broadcast, mhc.fold(copy.layers[0].hc_attn_fn, 4))
+    assert torch.equal(draft.fn_broadcast, before)
 
 
 def test_bind_refuses_another_vocabulary():
