@@ -122,6 +122,19 @@ static void bulk_copy(void* to, const void* from, int rank, size_t bytes, const 
 
 // ---- running ----
 
+// What a launch lives in. Not local to `run`, which a failing launch leaves by a jump.
+static std::vector<Block> blocks;
+static std::vector<Thread> threads;
+static std::vector<Cluster> clusters;
+static unsigned char* arena;
+static size_t arena_bytes;
+
+static void release() {
+  if (arena) munmap(arena, arena_bytes);
+  arena = nullptr;
+  blocks.clear(), threads.clear(), clusters.clear(), in_flight.clear();
+}
+
 // The first and the last thing that a fiber does.
 static void thread_main() {
   self->started = true, self->block->started++;
@@ -156,7 +169,7 @@ static void report_deadlock(const std::vector<std::vector<Thread*>>& units, size
 
 // A unit runs until all of it waits for something outside. Units are warps, so that one warp runs as far ahead of the
 // others as the barriers let it; under even random seeds all threads are one unit and advance together, shuffled.
-static void run_threads(std::vector<Thread>& threads) {
+static void run_threads() {
   uint32_t seed = launch->seed;
   bool by_warp = seed < 2 || seed & 1;
   std::vector<std::vector<Thread*>> units;
@@ -191,9 +204,8 @@ static void run_threads(std::vector<Thread>& threads) {
   }
 }
 
-// Gives `count` blocks, the clusters from number `first` on, their places, shared memory and threads.
-static void place(std::vector<Block>& blocks, std::vector<Thread>& threads, std::vector<Cluster>& clusters,
-                  const long* numbers) {
+// Gives the blocks in memory the places of the clusters of these numbers, and each fresh shared memory and threads.
+static void place(const long* numbers) {
   dim3 g = launch->grid, b = launch->block, c = launch->cluster;
   int per_cluster = c.x * c.y * c.z, per_block = b.x * b.y * b.z;
   for (size_t i = 0; i < blocks.size(); i++) {
@@ -223,7 +235,7 @@ static void place(std::vector<Block>& blocks, std::vector<Thread>& threads, std:
   }
 }
 
-static void check_red_zones(const std::vector<Block>& blocks) {
+static void check_red_zones() {
   for (const Block& b : blocks)
     for (size_t i = launch->shared; i < shared_room(); i++)
       if (b.shared[i] != kPoison)
@@ -244,15 +256,9 @@ static void run() {
   if (launch->seed > 1) std::shuffle(order.begin(), order.end(), dice);
 
   size_t at_once = launch->concurrent ? order.size() : 1;
-  static std::vector<Block> blocks;  // static: a failing launch leaves by a jump, the next one cleans up
-  static std::vector<Thread> threads;
-  static std::vector<Cluster> clusters;
-  static unsigned char* arena;
-  static size_t arena_bytes;
-  if (arena) munmap(arena, arena_bytes);
-  blocks.assign(at_once * per_cluster, Block());
-  threads.assign(blocks.size() * per_block, Thread());
-  clusters.assign(at_once, Cluster());
+  blocks.resize(at_once * per_cluster);
+  threads.resize(blocks.size() * per_block);
+  clusters.resize(at_once);
   size_t room = shared_room() + kPage;
   arena_bytes = kPage + room * blocks.size() + kStackBytes * threads.size();
   arena = map(arena_bytes);
@@ -264,13 +270,13 @@ static void run() {
   for (size_t i = 0; i < threads.size(); i++)
     threads[i].stack = arena + kPage + room * blocks.size() + i * kStackBytes;
 
-  grid_threads = threads.size(), grid_barrier = Barrier(), spins = 0, in_flight.clear();
+  grid_threads = threads.size(), grid_barrier = Barrier(), spins = 0;
   for (size_t i = 0; i < order.size(); i += at_once) {
-    place(blocks, threads, clusters, &order[i]);
-    run_threads(threads);
+    place(&order[i]);
+    run_threads();
     self = nullptr;
     if (!in_flight.empty()) fail("a block exited while its bulk copy was in flight");
-    check_red_zones(blocks);
+    check_red_zones();
   }
 }
 
@@ -287,6 +293,7 @@ static int guarded_run(const Launch* what, char* message_out, uint64_t* fault_ou
   for (int i = 0; i < 3; i++) sigaction(signals[i], &action, &old[i]);
   volatile int failed = 1;
   if (!sigsetjmp(give_up, 1)) run(), failed = 0;
+  release();
   for (int i = 0; i < 3; i++) sigaction(signals[i], &old[i], nullptr);
   sigaltstack(&old_stack, nullptr);
   return failed;
