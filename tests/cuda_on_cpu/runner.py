@@ -26,6 +26,7 @@ from .guarded import POISON, Guarded, KernelError
 from .lowering import SIMT, Kernel, Lowered, cache_dir, lower
 
 HERE = Path(__file__).parent
+HEADERS = ("fibers.h", "emulator.h", "cuda_names.h", "tilelang_names.h")  # each includes the one before
 SCALARS: dict[str, Any] = {"int": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
 
 
@@ -210,15 +211,13 @@ def build(text: str) -> ctypes.CDLL:
     Raises:
         NotImplementedError: the kernel uses something that the headers do not know.
     """
-    headers = "".join(
-        (HERE / name).read_text() for name in ("fibers.h", "emulator.h", "cuda_names.h", "tilelang_names.h")
-    )
-    command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", "-fvisibility=default", f"-I{HERE}", *_flags()]
-    digest = hashlib.sha256("\0".join([text, headers, *command[1:]]).encode()).hexdigest()[:24]
+    folder = _headers(*_flags())
+    command = ["g++", *_flags(), "-shared", f"-I{folder}", f"-I{HERE}"]
+    digest = hashlib.sha256("\0".join([text, *command]).encode()).hexdigest()[:24]
     library = cache_dir() / f"{digest}.so"
     if not library.exists():
-        with tempfile.TemporaryDirectory(dir=cache_dir()) as folder:
-            source, product = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
+        with tempfile.TemporaryDirectory(dir=cache_dir()) as work:
+            source, product = Path(work, "kernel.cpp"), Path(work, "kernel.so")
             source.write_text(text)
             result = subprocess.run([*command, str(source), "-o", str(product)], capture_output=True, text=True)
             if result.returncode:
@@ -229,9 +228,34 @@ def build(text: str) -> ctypes.CDLL:
 
 
 @functools.cache
+def _headers(*flags: str) -> Path:
+    """A folder with the headers precompiled, named by their content; it halves the time of a kernel."""
+    texts = [(HERE / name).read_text() for name in HEADERS]
+    folder = cache_dir() / ("headers-" + hashlib.sha256("\0".join([*texts, *flags]).encode()).hexdigest()[:24])
+    folder.mkdir(exist_ok=True)
+    header = folder / f"{HEADERS[-1]}.gch"
+    if not header.exists():
+        with tempfile.TemporaryDirectory(dir=cache_dir()) as work:
+            product = Path(work, "header.gch")
+            subprocess.run(["g++", *flags, "-x", "c++-header", str(HERE / HEADERS[-1]), "-o", str(product)], check=True)
+            product.replace(header)
+    return folder
+
+
+@functools.cache
 def _flags() -> list[str]:
     """Code generation flags: no assumptions on aliasing, FMA contraction as nvcc does it, poisoned locals."""
-    flags = ["-fno-strict-aliasing", "-fwrapv", "-fno-stack-protector", "-U_FORTIFY_SOURCE", "-ffp-contract=fast"]
+    flags = [
+        "-std=c++20",
+        "-O2",
+        "-w",
+        "-fPIC",
+        "-fno-strict-aliasing",
+        "-fwrapv",
+        "-fno-stack-protector",
+        "-U_FORTIFY_SOURCE",
+        "-ffp-contract=fast",
+    ]
     flags.append("-ftrivial-auto-var-init=pattern")
     cpu = Path("/proc/cpuinfo")
     if cpu.exists() and re.search(r"^flags.*\bfma\b.*$", cpu.read_text(), re.MULTILINE):
