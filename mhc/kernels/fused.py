@@ -3,7 +3,8 @@
 import tilelang.language as T
 
 from mhc.config import MHCConfig
-from mhc.kernels.parts import CLUSTER, THREADS, Plan, mix, project, write_comb
+from mhc.kernels.dot import dot_tile
+from mhc.kernels.parts import CLUSTER, THREADS, WARPS, WORKERS, Plan, comb_warp, exchange, mix, sync_workers
 
 
 def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: str = "all"):
@@ -22,6 +23,7 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
     rows = 2 * hc if outputs == "collapsed" else config.mix_rows
     plan = Plan(config, tile, 1, rows, clusters)
     cols, vecs = plan.cols, plan.vecs
+    loads = -(-tile * vecs // WORKERS)
     tokens = T.dynamic("tokens")
 
     @T.macro
@@ -29,72 +31,75 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
         with T.ClusterKernel(
             T.min(T.ceildiv(tokens, tile), clusters) * CLUSTER, cluster_dims=CLUSTER, threads=THREADS
         ) as block:
+            if clusters > 16:
+                T.annotate_min_blocks_per_sm(2)
             tid = T.get_thread_binding()
             rank = block % CLUSTER
-            x_tile = T.alloc_shared((tile, cols), "bfloat16")
-            part = T.alloc_shared((2, CLUSTER, tile, plan.sums), "float32")
+            # 16 columns of padding put the 8 rows of a tensor core fragment into different banks
+            x_tile = T.alloc_shared((tile, cols + 16), "bfloat16")
+            partial = T.alloc_shared((WARPS, tile, rows), "float32")
+            stage = T.alloc_shared((2, tile, plan.width), "float32")
+            part = T.alloc_shared((2, CLUSTER, tile, plan.width), "float32")
+            arrived = T.alloc_cluster_barrier([CLUSTER, CLUSTER])
             sums = T.alloc_shared((tile, plan.sums), "float32")
+            own = T.alloc_shared((-(-tile // CLUSTER), plan.sums), "float32")
             pre = T.alloc_shared((tile, hc), "float32")
-            mean = T.alloc_shared((tile,), "float32")
-            xb = T.alloc_local((8,), "bfloat16")
+            factors = T.alloc_shared((tile, 2), "float32")
+            xb = T.alloc_local((loads * 8,), "bfloat16")
+            yb = T.alloc_local((8,), "bfloat16")
             wb = T.alloc_local((8,), "bfloat16")
-            p = T.alloc_local((1,), "float32")
 
             T.pdl_sync()
             T.pdl_trigger()
-            T.cluster_arrive()
-            T.cluster_wait()  # every block runs before any writes into another's shared memory
             for step in T.serial(T.ceildiv(T.ceildiv(tokens, tile) - block // CLUSTER, clusters)):
                 t0 = (block // CLUSTER + step * clusters) * tile
                 parity = step % 2
-                for i in T.serial(T.ceildiv(tile * vecs, THREADS)):
-                    t = (i * THREADS + tid) // vecs
-                    col = (i * THREADS + tid) % vecs * 8
-                    if t < tile and t0 + t < tokens:
-                        for e in T.vectorized(8):
-                            xb[e] = x[t0 + t, rank * cols + col + e]
-                        for e in T.vectorized(8):
-                            x_tile[t, col + e] = xb[e]
-                        if outputs == "all":
-                            # residual[:, j] = x
-                            for j in T.unroll(hc):
-                                for e in T.vectorized(8):
-                                    residual[t0 + t, j, rank * cols + col + e] = xb[e]
-                T.sync_threads()
-                project(plan, x_tile, fn, part, parity, rank, tid)
-                T.cluster_arrive()
-                T.cluster_wait()
-                mix(plan, part, sums, pre, mean, scale, base, post, parity, rank, t0, tokens, tid)
-                T.sync_threads()
-                if tid < 32:
-                    if outputs != "collapsed":
-                        write_comb(plan, sums, mean, scale, base, comb, rank, t0, tokens, tid)
-                elif outputs == "table":
-                    if tid - 32 < tile and (tid - 32) % CLUSTER == rank and t0 + tid - 32 < tokens:
-                        p[0] = 0.0
-                        for j in T.unroll(hc):
-                            p[0] += pre[tid - 32, j]
-                        factor[t0 + tid - 32, 0] = p[0]
-                        factor[t0 + tid - 32, 1] = T.rsqrt(p[0] * p[0] * mean[tid - 32] + config.norm_eps)
+                if tid >= WORKERS:
+                    if outputs == "collapsed":
+                        T.sync_threads(2, THREADS)
+                    else:
+                        comb_warp(
+                            plan, part, own, arrived, scale, base, comb, step, rank, t0, tokens, tid - WORKERS
+                        )
                 else:
-                    for i in T.serial(T.ceildiv(tile * vecs, THREADS - 32)):
-                        t = (i * (THREADS - 32) + tid - 32) // vecs
-                        col = (i * (THREADS - 32) + tid - 32) % vecs * 8
-                        if t < tile and t0 + t < tokens:
-                            # P = sum_j pre_j;  mean((P * x)^2) = P^2 * mean(x^2)
-                            p[0] = 0.0
-                            for j in T.unroll(hc):
-                                p[0] += pre[t, j]
-                            rstd = T.rsqrt(p[0] * p[0] * mean[t] + config.norm_eps)
+                    load_x(plan, x, xb, rank, t0, tokens, tid)
+                    for i in T.unroll(loads):
+                        t = (i * WORKERS + tid) // vecs
+                        col = (i * WORKERS + tid) % vecs * 8
+                        if t < tile:
                             for e in T.vectorized(8):
-                                xb[e] = x_tile[t, col + e]
-                            if has_norm:
+                                x_tile[t, col + e] = xb[i * 8 + e]
+                            if outputs == "all" and t0 + t < tokens:
+                                # residual[:, j] = x
+                                for j in T.unroll(hc):
+                                    for e in T.vectorized(8):
+                                        residual[t0 + t, j, rank * cols + col + e] = xb[i * 8 + e]
+                    sync_workers()
+                    dot_tile(plan, x_tile, fn, partial, stage, parity, rank, tid)
+                    exchange(plan, plan.width, stage, part, arrived, step, rank, tid)
+                    mix(plan, part, sums, pre, factors, scale, base, post, parity, rank, t0, tokens, tid)
+                    T.sync_threads(2, THREADS)
+                    if outputs == "table":
+                        if tid < tile and tid % CLUSTER == rank and t0 + tid < tokens:
+                            for e in T.vectorized(2):
+                                factor[t0 + tid, e] = factors[tid, e]
+                    else:
+                        for i in T.serial(loads):
+                            t = (i * WORKERS + tid) // vecs
+                            col = (i * WORKERS + tid) % vecs * 8
+                            if t < tile and t0 + t < tokens:
                                 for e in T.vectorized(8):
-                                    wb[e] = weight[rank * cols + col + e]
-                            scale_row(has_norm, xb, wb, p[0], rstd)
-                            for e in T.vectorized(8):
-                                layer_input[t0 + t, rank * cols + col + e] = xb[e]
-                T.sync_threads()  # the tile is overwritten next
+                                    yb[e] = x_tile[t, col + e]
+                                if has_norm:
+                                    for e in T.vectorized(8):
+                                        wb[e] = weight[rank * cols + col + e]
+                                scale_row(has_norm, yb, wb, factors[t, 0], factors[t, 1])
+                                for e in T.vectorized(8):
+                                    layer_input[t0 + t, rank * cols + col + e] = yb[e]
+                    sync_workers()  # the tile and its gates are overwritten next
+            # a block outlives the copies that read its shared memory
+            T.cluster_arrive_relaxed()
+            T.cluster_wait()
 
     # a tensor type a parameter: TileLang names a buffer after its parameter
     def tensor(*shape, dtype="float32"):
@@ -153,10 +158,37 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
 
 
 @T.macro
+def load_x(plan, x, xb, rank, t0, tokens, tid):
+    """xb = this thread's 16-byte pieces of the tile that begins at token t0, zeros past the last token."""
+    for i in T.unroll(T.ceildiv(plan.tile * plan.vecs, WORKERS)):
+        t = (i * WORKERS + tid) // plan.vecs
+        col = (i * WORKERS + tid) % plan.vecs * 8
+        if t < plan.tile and t0 + t < tokens:
+            for e in T.vectorized(8):
+                xb[i * 8 + e] = x[t0 + t, rank * plan.cols + col + e]
+        else:
+            for e in T.vectorized(8):
+                xb[i * 8 + e] = T.cast(0.0, "bfloat16")
+
+
+@T.macro
 def scale_row(has_norm, xb, wb, p, rstd):
     """xb = bf16(P * x), then bf16(that * rstd * weight) if normed: the layer input of 8 columns."""
+    y = T.alloc_local((8,), "float32")
+    w = T.alloc_local((8,), "float32")
+    # casts of whole vectors become packed conversions, at four times the rate
+    for e in T.vectorized(8):
+        y[e] = T.cast(xb[e], "float32")
     for e in T.unroll(8):
-        xb[e] = T.cast(p * T.cast(xb[e], "float32"), "bfloat16")
+        y[e] = p * y[e]
+    for e in T.vectorized(8):
+        xb[e] = T.cast(y[e], "bfloat16")
     if has_norm:
+        for e in T.vectorized(8):
+            y[e] = T.cast(xb[e], "float32")
+        for e in T.vectorized(8):
+            w[e] = T.cast(wb[e], "float32")
         for e in T.unroll(8):
-            xb[e] = T.cast(T.cast(xb[e], "float32") * rstd * T.cast(wb[e], "float32"), "bfloat16")
+            y[e] = y[e] * rstd * w[e]
+        for e in T.vectorized(8):
+            xb[e] = T.cast(y[e], "bfloat16")

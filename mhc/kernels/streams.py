@@ -8,15 +8,26 @@ projection and the collapse; the norm needs `sum(y^2)` over the whole row, a sec
 import tilelang.language as T
 
 from mhc.config import MHCConfig
-from mhc.kernels.parts import CLUSTER, THREADS, WARPS, Plan, mix, project, remote_store, write_comb
+from mhc.kernels.dot import dot_tile
+from mhc.kernels.parts import (
+    CLUSTER,
+    THREADS,
+    WARPS,
+    WORKERS,
+    Plan,
+    comb_warp,
+    exchange,
+    mix,
+    sync_workers,
+)
 
 
 @T.macro
 def load_streams(plan, r, tile_smem, rank, t0, tokens, tid):
     """tile[t, j * S + c] = r[t, j, rank * S + c]."""
-    for i in T.serial(T.ceildiv(plan.tile * plan.vecs, THREADS)):
-        t = (i * THREADS + tid) // plan.vecs
-        col = (i * THREADS + tid) % plan.vecs * 8
+    for i in T.serial(T.ceildiv(plan.tile * plan.vecs, WORKERS)):
+        t = (i * WORKERS + tid) // plan.vecs
+        col = (i * WORKERS + tid) % plan.vecs * 8
         if t < plan.tile and t0 + t < tokens:
             for j in T.unroll(plan.streams):
                 for e in T.vectorized(8):
@@ -24,53 +35,88 @@ def load_streams(plan, r, tile_smem, rank, t0, tokens, tid):
 
 
 @T.macro
-def load_post(plan, collapsed, o, r, post, comb, out, tile_smem, rank, t0, tokens, tid):
-    """tile and `out` = bf16(post_k * o + sum_j comb[j, k] * r[j]); `collapsed`: bf16(post_k * o + x), r being x [T, 1, H]."""
+def prefetch_post(plan, sources, o, r, post, comb, raw, coefficients, rank, t0, tokens, tid):
+    """Start copying what `load_post` needs of the tile at t0: raw [tile, 1 + sources, S] = o and r, coefficients = post, comb."""
     hc = plan.streams
-    ob = T.alloc_local((8,), "bfloat16")
-    rb = T.alloc_local(((1 if collapsed else hc) * 8,), "bfloat16")
-    p = T.alloc_local((hc,), "float32")
-    c = T.alloc_local((hc * hc,), "float32")
-    for i in T.serial(T.ceildiv(plan.tile * plan.vecs, THREADS)):
-        t = (i * THREADS + tid) // plan.vecs
-        col = (i * THREADS + tid) % plan.vecs * 8
+    for i in T.unroll(T.ceildiv(plan.tile * (1 + sources) * plan.vecs, WORKERS), unroll_factor=1):
+        q = i * WORKERS + tid
+        col = q % plan.vecs * 8
+        j = q // plan.vecs % (1 + sources)
+        t = q // plan.vecs // (1 + sources)
         if t < plan.tile and t0 + t < tokens:
-            for e in T.vectorized(8):
-                ob[e] = o[t0 + t, rank * plan.cols + col + e]
-            for j in T.unroll(1 if collapsed else hc):
-                for e in T.vectorized(8):
-                    rb[j * 8 + e] = r[t0 + t, j, rank * plan.cols + col + e]
-            for j in T.unroll(hc):
-                p[j] = post[t0 + t, j]
-            if not collapsed:
-                for q in T.unroll(hc * hc):
-                    c[q] = comb[t0 + t, q]
-            for k in T.unroll(hc):
-                kb = T.alloc_local((8,), "bfloat16")
-                for e in T.unroll(8):
-                    value = T.alloc_var("float32")
-                    value = p[k] * T.cast(ob[e], "float32")
-                    if collapsed:
-                        value = value + T.cast(rb[e], "float32")
-                    else:
-                        for j in T.unroll(hc):
-                            value = value + c[j * hc + k] * T.cast(rb[j * 8 + e], "float32")
-                    kb[e] = T.cast(value, "bfloat16")
-                for e in T.vectorized(8):
-                    out[t0 + t, k, rank * plan.cols + col + e] = kb[e]
-                for e in T.vectorized(8):
-                    tile_smem[t, k * plan.cols + col + e] = kb[e]
+            if j == 0:
+                copy_async(raw[t, 0, col], o[T.cast(t0 + t, "int64"), rank * plan.cols + col], 8)
+            else:
+                copy_async(raw[t, j, col], r[T.cast(t0 + t, "int64"), j - 1, rank * plan.cols + col], 8)
+    for i in T.serial(T.ceildiv(plan.tile * hc * (hc + 1 if sources > 1 else 1), WORKERS)):
+        q = i * WORKERS + tid
+        if q < plan.tile * hc and t0 + q // hc < tokens:
+            copy_async(coefficients[q // hc, q % hc], post[t0 + q // hc, q % hc], 1)
+        elif sources > 1:
+            e = q - plan.tile * hc
+            if e >= 0 and e < plan.tile * hc * hc and t0 + e // (hc * hc) < tokens:
+                copy_async(
+                    coefficients[e // (hc * hc), hc + e % (hc * hc)], comb[t0 + e // (hc * hc), e % (hc * hc)], 1
+                )
+    T.ptx_commit_group()
+
+
+def copy_async(dst, src, count):
+    return T.ptx_cp_async(T.access_ptr(dst, "w", extent=count), T.access_ptr(src, "r", extent=count), count)
 
 
 @T.macro
-def collapse_tile(plan, tile_smem, pre, square, parity, rank, tid):
-    """Stream 0's place in the tile = bf16(sum_j pre_j * r_j), and this block's `sum(y^2)` to every block. Warps 1 to 7."""
+def load_post(plan, collapsed, raw, coefficients, out, tile_smem, rank, t0, tokens, tid):
+    """tile and `out` = bf16(post_k * o + sum_j comb[j, k] * r[j]); `collapsed`: bf16(post_k * o + x), x the only source."""
+    hc = plan.streams
+    sources = 1 if collapsed else hc
+    # a buffer for each cast: TileLang reuses the value it read for an equal expression, stores in between or not
+    ob = T.alloc_local((4,), "bfloat16")
+    rb = T.alloc_local((4,), "bfloat16")
+    kb = T.alloc_local((4,), "bfloat16")
+    of = T.alloc_local((4,), "float32")
+    rf = T.alloc_local((sources * 4,), "float32")
+    value = T.alloc_local((4,), "float32")
+    for i in T.unroll(T.ceildiv(plan.tile * plan.vecs * 2, WORKERS), unroll_factor=1):
+        t = (i * WORKERS + tid) // (plan.vecs * 2)
+        col = (i * WORKERS + tid) % (plan.vecs * 2) * 4
+        if t < plan.tile:
+            for e in T.vectorized(4):
+                ob[e] = raw[t, 0, col + e]
+            for e in T.vectorized(4):
+                of[e] = T.cast(ob[e], "float32")
+            for j in T.unroll(sources):
+                for e in T.vectorized(4):
+                    rb[e] = raw[t, j + 1, col + e]
+                for e in T.vectorized(4):
+                    rf[j * 4 + e] = T.cast(rb[e], "float32")
+            for k in T.unroll(hc, unroll_factor=1):  # unrolled, its 20 coefficients would spill
+                for e in T.unroll(4):
+                    value[e] = coefficients[t, k] * of[e]
+                    if collapsed:
+                        value[e] += rf[e]
+                    else:
+                        for j in T.unroll(hc):
+                            value[e] += coefficients[t, hc + j * hc + k] * rf[j * 4 + e]
+                for e in T.vectorized(4):
+                    kb[e] = T.cast(value[e], "bfloat16")
+                for e in T.vectorized(4):
+                    tile_smem[t, k * plan.cols + col + e] = kb[e]
+                if t0 + t < tokens:
+                    for e in T.vectorized(4):
+                        out[t0 + t, k, rank * plan.cols + col + e] = kb[e]
+
+
+@T.macro
+def collapse_tile(plan, tile_smem, pre, own_square, parity, tid):
+    """Stream 0's place in the tile = bf16(sum_j pre_j * r_j), own_square = this block's `sum(y^2)`."""
     lane = tid % 32
     rb = T.alloc_local((8,), "bfloat16")
     y = T.alloc_local((8,), "float32")
+    rf = T.alloc_local((8,), "float32")
     total = T.alloc_local((1,), "float32")
-    for i in T.serial(T.ceildiv(plan.tile, WARPS - 1)):
-        t = i * (WARPS - 1) + tid // 32 - 1
+    for i in T.serial(T.ceildiv(plan.tile, WARPS)):
+        t = i * WARPS + tid // 32
         if t < plan.tile:
             total[0] = 0.0
             for v in T.serial(T.ceildiv(plan.vecs, 32)):
@@ -81,32 +127,41 @@ def collapse_tile(plan, tile_smem, pre, square, parity, rank, tid):
                     for j in T.unroll(plan.streams):
                         for e in T.vectorized(8):
                             rb[e] = tile_smem[t, j * plan.cols + col + e]
+                        for e in T.vectorized(8):
+                            rf[e] = T.cast(rb[e], "float32")
                         for e in T.unroll(8):
-                            y[e] += pre[t, j] * T.cast(rb[e], "float32")
-                    for e in T.unroll(8):
+                            y[e] += pre[t, j] * rf[e]
+                    for e in T.vectorized(8):
                         rb[e] = T.cast(y[e], "bfloat16")
-                        total[0] += T.cast(rb[e], "float32") * T.cast(rb[e], "float32")
+                    for e in T.vectorized(8):
+                        rf[e] = T.cast(rb[e], "float32")
+                    for e in T.unroll(8):
+                        total[0] += rf[e] * rf[e]
                     for e in T.vectorized(8):
                         tile_smem[t, col + e] = rb[e]
             total[0] = T.warp_reduce_sum(total[0])
-            if lane < CLUSTER:
-                remote_store(square, (parity * CLUSTER + rank) * plan.tile + t, total[0], lane)
+            if lane == 0:
+                own_square[parity, t, 0] = total[0]
+    T.fence_proxy_async()
+    sync_workers()
 
 
 @T.macro
 def write_layer_input(plan, has_norm, tile_smem, square, weight, layer_input, parity, rank, t0, tokens, tid):
-    """layer_input = y * rsqrt(mean(y^2) + norm_eps) * weight. Warps 1 to 7."""
+    """layer_input = y * rsqrt(mean(y^2) + norm_eps) * weight."""
     lane = tid % 32
     yb = T.alloc_local((8,), "bfloat16")
     wb = T.alloc_local((8,), "bfloat16")
+    y = T.alloc_local((8,), "float32")
+    w = T.alloc_local((8,), "float32")
     total = T.alloc_local((1,), "float32")
-    for i in T.serial(T.ceildiv(plan.tile, WARPS - 1)):
-        t = i * (WARPS - 1) + tid // 32 - 1
+    for i in T.serial(T.ceildiv(plan.tile, WARPS)):
+        t = i * WARPS + tid // 32
         if t < plan.tile and t0 + t < tokens:
             if has_norm:
                 total[0] = 0.0
                 for b in T.unroll(CLUSTER):
-                    total[0] += square[parity, b, t]
+                    total[0] += square[parity, b, t, 0]
                 total[0] = T.rsqrt(total[0] / plan.config.hidden_size + plan.config.norm_eps)
             for v in T.serial(T.ceildiv(plan.vecs, 32)):
                 col = (v * 32 + lane) * 8
@@ -116,8 +171,14 @@ def write_layer_input(plan, has_norm, tile_smem, square, weight, layer_input, pa
                     if has_norm:
                         for e in T.vectorized(8):
                             wb[e] = weight[rank * plan.cols + col + e]
+                        for e in T.vectorized(8):
+                            y[e] = T.cast(yb[e], "float32")
+                        for e in T.vectorized(8):
+                            w[e] = T.cast(wb[e], "float32")
                         for e in T.unroll(8):
-                            yb[e] = T.cast(T.cast(yb[e], "float32") * total[0] * T.cast(wb[e], "float32"), "bfloat16")
+                            y[e] = y[e] * total[0] * w[e]
+                        for e in T.vectorized(8):
+                            yb[e] = T.cast(y[e], "bfloat16")
                     for e in T.vectorized(8):
                         layer_input[t0 + t, rank * plan.cols + col + e] = yb[e]
 
@@ -137,6 +198,7 @@ def streams(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source:
     rows = hc if source == "head" else config.mix_rows
     is_post = source.startswith("post_pre")
     collapsed = source == "post_pre_collapsed"
+    sources = 1 if collapsed else hc
     plan = Plan(config, tile, hc, rows, clusters)
     scales = 1 if source == "head" else 3
     tokens = T.dynamic("tokens")
@@ -146,45 +208,67 @@ def streams(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source:
         with T.ClusterKernel(
             T.min(T.ceildiv(tokens, tile), clusters) * CLUSTER, cluster_dims=CLUSTER, threads=THREADS
         ) as block:
+            if clusters > 16:
+                T.annotate_min_blocks_per_sm(2)
             tid = T.get_thread_binding()
             rank = block % CLUSTER
-            r_tile = T.alloc_shared((tile, hc * plan.cols), "bfloat16")
-            part = T.alloc_shared((2, CLUSTER * plan.col_groups, tile, plan.sums), "float32")
-            square = T.alloc_shared((2, CLUSTER, tile), "float32")
+            # 16 columns of padding put the 8 rows of a tensor core fragment into different banks
+            r_tile = T.alloc_shared((tile, hc * plan.cols + 16), "bfloat16")
+            raw = T.alloc_shared((tile, 1 + sources, plan.cols) if is_post else (1, 1, 8), "bfloat16")
+            coefficients = T.alloc_shared((tile, hc + hc * hc), "float32")
+            partial = T.alloc_shared((WARPS, tile, rows), "float32")
+            stage = T.alloc_shared((2, tile, plan.width), "float32")
+            part = T.alloc_shared((2, CLUSTER, tile, plan.width), "float32")
+            own_square = T.alloc_shared((2, tile, 4), "float32")
+            square = T.alloc_shared((2, CLUSTER, tile, 4), "float32")
+            arrived = T.alloc_cluster_barrier([CLUSTER, CLUSTER])
+            squared = T.alloc_cluster_barrier([CLUSTER, CLUSTER])
             sums = T.alloc_shared((tile, plan.sums), "float32")
+            own = T.alloc_shared((-(-tile // CLUSTER), plan.sums), "float32")
             pre = T.alloc_shared((tile, hc), "float32")
-            mean = T.alloc_shared((tile,), "float32")
 
             T.pdl_sync()
             T.pdl_trigger()
-            T.cluster_arrive()
-            T.cluster_wait()  # every block runs before any writes into another's shared memory
+            if is_post and tid < WORKERS:
+                prefetch_post(
+                    plan, sources, o, r, old_post, old_comb, raw, coefficients, rank, block // CLUSTER * tile, tokens, tid
+                )
             for step in T.serial(T.ceildiv(T.ceildiv(tokens, tile) - block // CLUSTER, clusters)):
                 t0 = (block // CLUSTER + step * clusters) * tile
                 parity = step % 2
-                if is_post:
-                    load_post(plan, collapsed, o, r, old_post, old_comb, out, r_tile, rank, t0, tokens, tid)
+                if tid >= WORKERS:
+                    if source == "head":
+                        T.sync_threads(2, THREADS)
+                    else:
+                        comb_warp(
+                            plan, part, own, arrived, scale, base, comb, step, rank, t0, tokens, tid - WORKERS
+                        )
                 else:
-                    load_streams(plan, r, r_tile, rank, t0, tokens, tid)
-                T.sync_threads()
-                project(plan, r_tile, fn, part, parity, rank, tid)
-                T.cluster_arrive()
-                T.cluster_wait()
-                mix(plan, part, sums, pre, mean, scale, base, post, parity, rank, t0, tokens, tid)
-                T.sync_threads()
-                if tid < 32:
-                    T.cluster_arrive()
-                    if source != "head":
-                        write_comb(plan, sums, mean, scale, base, comb, rank, t0, tokens, tid)
-                    T.cluster_wait()
-                else:
-                    collapse_tile(plan, r_tile, pre, square, parity, rank, tid)
-                    T.cluster_arrive()
-                    T.cluster_wait()
+                    if is_post:
+                        T.ptx_wait_group(0)
+                        sync_workers()
+                        load_post(plan, collapsed, raw, coefficients, out, r_tile, rank, t0, tokens, tid)
+                        sync_workers()
+                        prefetch_post(
+                            plan, sources, o, r, old_post, old_comb, raw, coefficients, rank, t0 + clusters * tile, tokens, tid
+                        )
+                    else:
+                        load_streams(plan, r, r_tile, rank, t0, tokens, tid)
+                        sync_workers()
+                    dot_tile(plan, r_tile, fn, partial, stage, parity, rank, tid)
+                    exchange(plan, plan.width, stage, part, arrived, step, rank, tid)
+                    mix(plan, part, sums, pre, pre, scale, base, post, parity, rank, t0, tokens, tid)
+                    T.sync_threads(2, THREADS)
+                    collapse_tile(plan, r_tile, pre, own_square, parity, tid)
+                    if has_norm:
+                        exchange(plan, 4, own_square, square, squared, step, rank, tid)
                     write_layer_input(
                         plan, has_norm, r_tile, square, weight, layer_input, parity, rank, t0, tokens, tid
                     )
-                T.sync_threads()  # the tile is overwritten next
+                    sync_workers()  # the tile and its gates are overwritten next
+            # a block outlives the copies that read its shared memory
+            T.cluster_arrive_relaxed()
+            T.cluster_wait()
 
     # a tensor type a parameter: TileLang names a buffer after its parameter
     def tensor(*shape, dtype="float32"):

@@ -3,7 +3,9 @@
 import tilelang.language as T
 
 from mhc.config import MHCConfig
-from mhc.kernels.parts import CLUSTER, THREADS, Plan, add_parts, dot_tile, sigmoid, sinkhorn
+from mhc.kernels.dot import dot_tile
+from mhc.kernels.parts import CLUSTER, WARPS, WORKERS, Plan, add_parts, sigmoid, sync_workers
+from mhc.kernels.sinkhorn import sinkhorn
 
 
 def project_slices(config: MHCConfig, tile: int):
@@ -18,32 +20,24 @@ def project_slices(config: MHCConfig, tile: int):
         fn: T.Tensor((rows, hidden), "float32"),
         part: T.Tensor((1, CLUSTER, tokens, plan.sums), "float32"),
     ):
-        with T.Kernel(T.ceildiv(tokens, tile), CLUSTER, threads=THREADS) as (block, rank):
+        with T.Kernel(T.ceildiv(tokens, tile), CLUSTER, threads=WORKERS) as (block, rank):
             tid = T.get_thread_binding()
-            lane = tid % 32
-            row0 = tid // 32 * plan.warp_rows
             t0 = block * tile
-            x_tile = T.alloc_shared((tile, plan.cols), "bfloat16")
-            acc = T.alloc_local((tile * plan.warp_rows,), "float32")
-            square = T.alloc_local((tile,), "float32")
-            total = T.alloc_local((1,), "float32")
-            for i in T.serial(T.ceildiv(tile * plan.vecs, THREADS)):
-                t = (i * THREADS + tid) // plan.vecs
-                col = (i * THREADS + tid) % plan.vecs * 8
+            x_tile = T.alloc_shared((tile, plan.cols + 16), "bfloat16")
+            partial = T.alloc_shared((WARPS, tile, rows), "float32")
+            stage = T.alloc_shared((1, tile, plan.sums), "float32")
+            for i in T.unroll(T.ceildiv(tile * plan.vecs, WORKERS)):
+                t = (i * WORKERS + tid) // plan.vecs
+                col = (i * WORKERS + tid) % plan.vecs * 8
                 if t < tile and t0 + t < tokens:
                     for e in T.vectorized(8):
                         x_tile[t, col + e] = x[t0 + t, rank * plan.cols + col + e]
-            T.sync_threads()
-            dot_tile(plan, x_tile, fn, acc, square, rank, tid)
-            for t in T.unroll(tile):
-                for m in T.unroll(plan.warp_rows):
-                    total[0] = T.warp_reduce_sum(acc[t * plan.warp_rows + m])
-                    if lane == 0 and row0 + m < rows and t0 + t < tokens:
-                        part[0, rank, t0 + t, row0 + m] = total[0]
-                if t % plan.row_groups == tid // 32:
-                    total[0] = T.warp_reduce_sum(square[t])
-                    if lane == 0 and t0 + t < tokens:
-                        part[0, rank, t0 + t, rows] = total[0]
+            sync_workers()
+            dot_tile(plan, x_tile, fn, partial, stage, 0, rank, tid)
+            for i in T.unroll(T.ceildiv(tile * plan.sums, WORKERS)):
+                q = i * WORKERS + tid
+                if q < tile * plan.sums and t0 + q // plan.sums < tokens:
+                    part[0, rank, t0 + q // plan.sums, q % plan.sums] = stage[0, q // plan.sums, q % plan.sums]
 
     return project_kernel
 

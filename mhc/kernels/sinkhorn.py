@@ -1,0 +1,97 @@
+"""Sinkhorn on `hc x hc` in the registers of one thread."""
+
+import tilelang.language as T
+
+
+@T.macro
+def sinkhorn(plan, c):
+    """c[hc * hc] logits -> doubly stochastic, one thread a token.
+
+    Kept as `diag(u) K diag(v)` with the divisors `a = 1 / u`, `b = 1 / v`: the step `c /= rowsum(c) + eps` is
+    `a_i = sum_j K_ij v_j + eps a_i`. Only the factors change, so no element is rounded more than once, and an approximate
+    reciprocal does no harm: the next step corrects it, and the last iteration divides exactly. Stops when two iterations
+    together changed no bit: then no later pair of them can.
+    """
+    hc = plan.config.hc_mult
+    eps = plan.config.sinkhorn_eps
+    iters = plan.config.sinkhorn_iters
+    a = T.alloc_local((hc,), "float32")
+    b = T.alloc_local((hc,), "float32")
+    u = T.alloc_local((hc,), "float32")
+    v = T.alloc_local((hc,), "float32")
+    old = T.alloc_local((2 * hc,), "float32")
+    s = T.alloc_local((1,), "float32")
+    moving = T.alloc_local((1,), "int32")
+    for i in T.unroll(hc):
+        # K = softmax(c, rows) + eps
+        s[0] = c[i * hc]
+        for j in T.unroll(hc - 1):
+            s[0] = T.max(s[0], c[i * hc + j + 1])
+        for j in T.unroll(hc):
+            c[i * hc + j] = T.exp(c[i * hc + j] - s[0])
+        s[0] = 0.0
+        for j in T.unroll(hc):
+            s[0] += c[i * hc + j]
+        s[0] = 1.0 / s[0]
+        for j in T.unroll(hc):
+            c[i * hc + j] = c[i * hc + j] * s[0] + eps
+        a[i] = 1.0
+        u[i] = 1.0
+    for j in T.unroll(hc):
+        # c /= colsum(c) + eps
+        b[j] = eps
+        for i in T.unroll(hc):
+            b[j] += c[i * hc + j]
+        v[j] = 1.0 / b[j]
+    if iters > 2:
+        if (iters - 2) % 2 == 1:
+            step(hc, eps, False, c, a, b, u, v)
+        moving[0] = 1
+        for _ in T.serial((iters - 2) // 2):
+            if moving[0] != 0:
+                for i in T.unroll(hc):
+                    old[i] = a[i]
+                    old[hc + i] = b[i]
+                step(hc, eps, False, c, a, b, u, v)
+                step(hc, eps, False, c, a, b, u, v)
+                moving[0] = 0
+                for i in T.unroll(hc):
+                    if old[i] != a[i] or old[hc + i] != b[i]:
+                        moving[0] = 1
+    if iters > 1:
+        step(hc, eps, True, c, a, b, u, v)
+    for i in T.unroll(hc):
+        for j in T.unroll(hc):
+            c[i * hc + j] = u[i] * c[i * hc + j] * v[j]
+
+
+@T.macro
+def step(hc, eps, exact, c, a, b, u, v):
+    """One iteration: c /= rowsum(c) + eps; c /= colsum(c) + eps."""
+    for i in T.unroll(hc):
+        a[i] = eps * a[i]
+    for j in T.unroll(hc):
+        for i in T.unroll(hc):
+            a[i] += c[i * hc + j] * v[j]
+    invert(hc, exact, a, u)
+    for j in T.unroll(hc):
+        b[j] = eps * b[j]
+    for i in T.unroll(hc):
+        for j in T.unroll(hc):
+            b[j] += c[i * hc + j] * u[i]
+    invert(hc, exact, b, v)
+
+
+@T.macro
+def invert(hc, exact, a, u):
+    """u = 1 / a. Approximately, two share a reciprocal, `1 / (a0 a1)`: the unit that makes it is the bottleneck."""
+    if exact:
+        for i in T.unroll(hc):
+            u[i] = 1.0 / a[i]
+    else:
+        for i in T.unroll(hc // 2):
+            pair = T.fast_rcp(a[2 * i] * a[2 * i + 1])
+            u[2 * i] = pair * a[2 * i + 1]
+            u[2 * i + 1] = pair * a[2 * i]
+        if hc % 2 == 1:
+            u[hc - 1] = T.fast_rcp(a[hc - 1])
