@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
-from cuda_on_cpu.runner import POISON, still_poisoned
+from cuda_on_cpu.runner import POISON, Emulated, still_poisoned
 from torch import Tensor
 
 from mhc import launch
 
-from .builds import Builds, variants
+from .builds import Builds, Variant, variants
+
+
+class Emulations(Protocol):
+    """Where emulated kernels come from."""
+
+    def emulated(self, variant: Variant) -> Emulated:
+        """The kernel, built."""
 
 
 class EmulatedLaunch:
@@ -21,7 +28,7 @@ class EmulatedLaunch:
     Outputs are poisoned before a launch and must all be written by it.
     """
 
-    def __init__(self, builds: Builds) -> None:
+    def __init__(self, builds: Emulations) -> None:
         self.builds, self.seed, self.launches = builds, 0, 0
 
     def kernel(self, device: int, *variant: Any) -> Callable[..., None]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from mhc import launch, reference
 from mhc.config import MHCConfig
 
-MOST_TOKENS = 256
+MOST_TOKENS = 600
 BF16 = torch.bfloat16
 
 

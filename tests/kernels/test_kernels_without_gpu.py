@@ -15,15 +15,16 @@ from mhc import launch
 from mhc.config import MHCConfig
 from mhc.kernels.parts import PASS_CONFIGS
 
-from .builds import CONFIGS, Builds, build_cubins, variants
+from . import mutants
+from .builds import Builds, build_cubins, lowered, variants
 from .conftest import EmulatedLaunch
 from .table import OPS, Op, Problem, problem
 
 SMALL, REAL = 64, (4096, 5120, 7168)
 SEEDS = (0, 1, 2)  # forward, backward, shuffled
 FEW = (1, 3, 65)
-EVERY_TILE = (1, 40, 65, 256)
-ANY = range(1, 300)
+EVERY_TILE = (1, 40, 65, 256, 600)  # and, at last, clusters that take several tiles
+ANY = range(1, 700)
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def ops(hidden: int) -> list[Op]:
 
 @functools.cache
 def inputs(hidden: int) -> Problem:
-    return problem(MHCConfig(hidden), 256 if hidden == SMALL else 65)
+    return problem(MHCConfig(hidden), EVERY_TILE[-1] if hidden == SMALL else FEW[-1])
 
 
 @functools.cache
@@ -148,9 +149,21 @@ def test_compiles_for_sm90a_without_spills(hidden: int, cubins: dict[int, Any]) 
         assert not kernels[0].spills, (variant, kernels[0])
 
 
-def test_what_runs_is_what_compiles(builds: Builds) -> None:
+def test_what_runs_is_what_compiles() -> None:
     """The passes that the emulator turns off make no difference to these kernels."""
-    for op in OPS:
-        for variant in variants(op, MHCConfig(SMALL), (1,)):
-            function = launch.prim_func(*variant)
-            assert lower(function, PASS_CONFIGS).source == lower(function, CONFIGS).source
+    by_name = {variant[0]: variant for op in OPS for variant in variants(op, MHCConfig(SMALL), (1,))}
+    for variant in by_name.values():
+        assert lower(launch.prim_func(*variant), PASS_CONFIGS).source == lowered(variant).source
+
+
+def test_planted_bugs_are_noticed(builds: Builds) -> None:
+    """Each barrier of a real kernel removed, each output's stores shifted: all but the odd redundant barrier show."""
+    (variant,) = variants(mutants.OP, mutants.CONFIG, (mutants.TOKENS,))
+    emulated = builds.emulated(variant)
+    barriers = mutants.removals(emulated.source)
+    jobs = [builds.submit(("mutant", edit), mutants.verdict, edit) for edit in (*barriers, *emulated.written)]
+    verdicts = [job.result() for job in jobs]
+    assert not [v for v in verdicts[len(barriers) :] if v.endswith("unnoticed")]
+    missed = [v for v in verdicts if v.endswith("unnoticed")]
+    assert len(barriers) >= 5
+    assert len(missed) <= len(barriers) // 10, missed

@@ -1,0 +1,92 @@
+"""Bugs planted into the generated CUDA of a real kernel, to see that the emulator would notice them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+from cuda_on_cpu.guarded import KernelError
+from cuda_on_cpu.runner import Emulated
+from torch import Tensor
+
+from mhc import launch
+from mhc.config import MHCConfig
+
+from .builds import lowered, variants
+from .conftest import EmulatedLaunch
+from .table import OPS, problem
+
+BARRIER = re.compile(
+    r"__syncthreads\(\);|__syncwarp\(\);|tl::__sync_thread_partial\(\d+, \d+\);|tl::__named_barrier_arrive\(\d+, \d+\);"
+    r"|tl::cluster_\w+\(\);|\w+\[[^;]*\]\.wait\([^;]*\);|tl::cp_async_wait<\d+>\(\);"
+)
+SEEDS = (0, 1)
+TOKENS = 600  # more tiles than clusters
+OP = next(op for op in OPS if op.name == "pre_broadcast-fused")
+CONFIG = MHCConfig(64)
+
+
+def removals(source: str) -> list[tuple[int, int]]:
+    """Spans of the barriers, waits and arrivals."""
+    return [match.span() for match in BARRIER.finditer(source)]
+
+
+def shifted(source: str, tensor: str) -> str:
+    """The source with every store to `tensor` eight elements late."""
+    return re.sub(rf"(?m)^(\s*)\*\((\w+)\*\)\({tensor} \+ |^(\s*){tensor}\[", _eight_late(tensor), source)
+
+
+def _eight_late(tensor: str) -> Callable[[re.Match[str]], str]:
+    def replacement(match: re.Match[str]) -> str:
+        if match[2]:
+            return f"{match[1]}*({match[2]}*)({tensor} + 8 + "
+        return f"{match[3]}{tensor}[8 + "
+
+    return replacement
+
+
+def verdict(edit: tuple[int, int] | str) -> str:
+    """Run the op with one bug planted.
+
+    Args:
+        edit: the span of source to remove, or the tensor whose stores to shift.
+
+    Returns:
+        How it was noticed, or `unnoticed`; and what the bug was.
+    """
+    (variant,) = variants(OP, CONFIG, (TOKENS,))
+    source = lowered(variant).source
+    if isinstance(edit, str):
+        bug, broken = f"stores to {edit}", Emulated(lowered(variant), lambda text: shifted(text, edit))
+    else:
+        start, end = edit
+        bug = f"line {source[:start].count(chr(10)) + 1}: {source[start:end]}"
+        broken = Emulated(lowered(variant), lambda text: text[:start] + text[end:])
+    want = _outputs(Emulated(lowered(variant)), 0)
+    for seed in SEEDS:
+        try:
+            got = _outputs(broken, seed)
+        except (KernelError, AssertionError) as error:
+            return f"{bug}: {error}"
+        if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, want, strict=True)):
+            return f"{bug}: wrong"
+    return f"{bug}: unnoticed"
+
+
+class _One:
+    """Builds that know one kernel."""
+
+    def __init__(self, emulated: Emulated) -> None:
+        self._emulated = emulated
+
+    def emulated(self, variant: object) -> Emulated:
+        return self._emulated
+
+
+def _outputs(emulated: Emulated, seed: int) -> list[Tensor]:
+    on_emulator = EmulatedLaunch(_One(emulated))
+    on_emulator.seed = seed
+    with mock.patch.object(launch, "kernel", on_emulator.kernel):
+        return [t.contiguous() for t in OP.call(problem(CONFIG, TOKENS))]
