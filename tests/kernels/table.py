@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from mhc import launch, reference
+from mhc import cuda, launch, reference
 from mhc.config import MHCConfig
 
 MOST_TOKENS = 600
@@ -110,7 +110,7 @@ def _pre_broadcast(p: Problem, norm: bool) -> tuple[Tensor, Tensor, Tensor, Tens
 def broadcast_op(impl: str, norm: bool, launches: int) -> Op:
     return Op(
         f"pre_broadcast-{impl}{'' if norm else '-unnormed'}",
-        lambda p: launch.pre_broadcast(
+        lambda p: cuda.pre_broadcast(
             p.x, p.fn_broadcast, p.scale, p.base, p.norm_weight if norm else None, p.config, impl
         ),
         lambda p, _: _pre_broadcast(p, norm),
@@ -122,7 +122,7 @@ def broadcast_op(impl: str, norm: bool, launches: int) -> Op:
 def pre_op(norm: bool) -> Op:
     return Op(
         f"pre{'' if norm else '-unnormed'}",
-        lambda p: launch.pre(p.residual, p.fn, p.scale, p.base, p.norm_weight if norm else None, p.config),
+        lambda p: cuda.pre(p.residual, p.fn, p.scale, p.base, p.norm_weight if norm else None, p.config),
         lambda p, _: _pre(p, p.residual, norm),
         (0, 0, 2 if norm else 1),
     )
@@ -131,7 +131,7 @@ def pre_op(norm: bool) -> Op:
 def post_op(collapsed: bool) -> Op:
     return Op(
         f"post{'-collapsed' if collapsed else ''}",
-        lambda p: (launch.post(p.output, p.x if collapsed else p.residual, p.post, None if collapsed else p.comb),),
+        lambda p: (cuda.post(p.output, p.x if collapsed else p.residual, p.post, None if collapsed else p.comb),),
         lambda p, _: (_streams(p, collapsed),),
         (1,),
     )
@@ -140,7 +140,7 @@ def post_op(collapsed: bool) -> Op:
 def post_pre_op(collapsed: bool) -> Op:
     return Op(
         f"post_pre{'-collapsed' if collapsed else ''}",
-        lambda p: launch.post_pre(
+        lambda p: cuda.post_pre(
             p.output,
             p.x if collapsed else p.residual,
             p.post,
@@ -175,7 +175,7 @@ OPS = (
     post_pre_op(True),
     Op(
         "head",
-        lambda p: (launch.head(p.residual, p.head_fn, p.head_scale, p.head_base, p.config),),
+        lambda p: (cuda.head(p.residual, p.head_fn, p.head_scale, p.head_base, p.config),),
         lambda p, _: (reference.head(p.residual, p.head_fn, p.head_scale, p.head_base, p.config),),
         (1,),
     ),
