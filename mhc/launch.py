@@ -1,42 +1,93 @@
 """From an op to a running kernel: which kernel and variant, compiled once, called without Python in between.
 
-`KERNELS` names every kernel with its factory; `variants` lists what can be reached for a config, so that `warmup` can
-compile all of it and nothing is compiled later. A kernel is always called through its compiled host stub, which checks
-dtypes, shapes, strides and devices itself; a call it refuses is explained by `mhc.checks` (see `mhc.ops`).
+A kernel is named by a string and its factory's arguments; `Variant` picks tile and cluster count by T, out of a small
+fixed set, so that `warmup` compiles everything a config can reach. A kernel is always called through its compiled host
+stub, which checks dtypes, shapes, strides and devices itself.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from mhc.config import MHCConfig
 
 BF16, FP32 = torch.bfloat16, torch.float32
-# (most tokens, tile): the tile a cluster works on grows with T, so that weights are read for more tokens at a time.
-FUSED_TILES = ((32, 1), (64, 2), (128, 4), (None, 8))
-STREAM_TILES = ((16, 1), (64, 4), (None, 8))
-CLUSTERS = 32  # 8 blocks each: two blocks on each of an H200's 132 multiprocessors
 
 
-def _factories() -> dict[str, Callable[..., Any]]:
+class Variant(NamedTuple):
+    """Up to `most` tokens: `tile` tokens a cluster, at most `clusters` clusters.
+
+    An H100 or H200 holds 15 clusters of 8 blocks at one block a multiprocessor, 30 at two: one more would run after the
+    others and double the time.
+    """
+
+    most: float
+    tile: int
+    clusters: int
+
+
+ONE_STREAM = (
+    Variant(15, 1, 15),
+    Variant(30, 2, 30),
+    Variant(45, 3, 30),
+    Variant(75, 5, 30),
+    Variant(float("inf"), 9, 30),
+)
+MANY_STREAMS = (
+    Variant(15, 1, 15),
+    Variant(30, 2, 15),
+    Variant(60, 4, 15),
+    Variant(120, 8, 15),
+    Variant(float("inf"), 16, 15),
+)
+PROJECT_TILE = 4
+
+
+def one_stream(config: MHCConfig, tokens: int) -> Variant:
+    """The variant of a kernel on embeddings; many rows of `fn` a warp (hc > 4) leave registers for fewer tokens."""
+    most = max(1, 27 // -(-config.mix_rows // 8))
+    return _pick(ONE_STREAM, tokens, most)
+
+
+def many_streams(config: MHCConfig, tokens: int) -> Variant:
+    """The variant of a kernel on materialised streams; shared memory holds fewer tokens of wide streams."""
+    hc, rows, cols = config.hc_mult, config.mix_rows, config.hidden_size // 8
+    width = -(-(rows + 1) // 4) * 4
+    token_bytes = 2 * (hc * cols + 16) + 2 * (1 + hc) * cols + 4 * (8 * rows + 2 * 9 * (width + 4) + 3 * width)
+    return _pick(MANY_STREAMS, tokens, 224_000 // token_bytes)
+
+
+def _pick(variants: tuple[Variant, ...], tokens: int, most_tile: int) -> Variant:
+    fitting = [v for v in variants if v.tile <= most_tile]
+    return next((v for v in fitting if tokens <= v.most), fitting[-1])
+
+
+def factory(name: str) -> Callable[..., Any]:
+    """The TileLang factory of a kernel."""
     from mhc.kernels.fused import fused
+    from mhc.kernels.gather import gather
     from mhc.kernels.post import post_map
     from mhc.kernels.streams import streams
     from mhc.kernels.two_launch import finish, project_slices
 
-    from mhc.kernels.gather import gather
-
-    return {"fused": fused, "finish": finish, "gather": gather, "post": post_map, "project": project_slices, "streams": streams}
+    factories: dict[str, Callable[..., Any]] = {
+        "finish": finish,
+        "fused": fused,
+        "gather": gather,
+        "post": post_map,
+        "project": project_slices,
+        "streams": streams,
+    }
+    return factories[name]
 
 
 def prim_func(name: str, *args: Any) -> Any:
-    """The TileLang function of kernel `name` (see `_factories`) for these factory arguments."""
-    return _factories()[name](*args)
+    """The TileLang function of a kernel for these factory arguments."""
+    return factory(name)(*args)
 
 
 @functools.cache
@@ -66,98 +117,50 @@ def kernel(device: int, name: str, *args: Any) -> Callable[..., None]:
     return compiled.adapter.get_exportable_executable()[function.attrs["global_symbol"]]
 
 
-def _tile(tiles: tuple[tuple[int | None, int], ...], tokens: int) -> int:
-    return next(tile for most, tile in tiles if most is None or tokens <= most)
+def reachable(config: MHCConfig, max_tokens: int) -> list[tuple[Any, ...]]:
+    """(name, factory arguments) of every kernel that the ops can launch for `config` and 1 to `max_tokens` tokens."""
+    tokens = [t for v in (*ONE_STREAM, *MANY_STREAMS) if (t := min(v.most, max_tokens)) >= 1]
+    kernels: dict[tuple[Any, ...], None] = {}
+    for t in {int(t) for t in [1, max_tokens, *tokens, *(t + 1 for t in tokens if t + 1 <= max_tokens)]}:
+        one, many = one_stream(config, t), many_streams(config, t)
+        for norm in (True, False):
+            for outputs in ("all", "collapsed"):
+                kernels["fused", config, one.tile, one.clusters, norm, outputs] = None
+            for source in ("pre", "post_pre", "post_pre_collapsed"):
+                kernels["streams", config, many.tile, many.clusters, norm, source] = None
+        kernels["fused", config, one.tile, one.clusters, False, "table"] = None
+        kernels["streams", config, many.tile, many.clusters, False, "head"] = None
+    for norm in (True, False):
+        kernels["finish", config, norm] = None
+        for collapsed in (True, False):
+            kernels["gather", config, norm, collapsed] = None
+    for collapsed in (True, False):
+        kernels["post", config.hidden_size, config.hc_mult, collapsed] = None
+    kernels["project", config, PROJECT_TILE] = None
+    return list(kernels)
 
 
-def _mix_outputs(like: Tensor, tokens: int, config: MHCConfig) -> tuple[Tensor, Tensor, Tensor]:
-    hc = config.hc_mult
-    return (
-        torch.empty((tokens, hc), dtype=FP32, device=like.device),
-        torch.empty((tokens, hc * hc), dtype=FP32, device=like.device),
-        torch.empty((tokens, config.hidden_size), dtype=BF16, device=like.device),
-    )
+def warmup(config: MHCConfig, max_tokens: int, device: int | None = None) -> int:
+    """Compile every kernel that `config` can reach with up to `max_tokens` tokens: nothing compiles after it.
 
+    Args:
+        config: shapes and constants.
+        max_tokens: the most tokens of a call, at least 1.
+        device: CUDA device index, the current one by default.
 
-def pre_broadcast(
-    x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_weight: Tensor | None, config: MHCConfig, impl: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tokens, hc = x.shape[0], config.hc_mult
-    residual = torch.empty((tokens, hc, config.hidden_size), dtype=BF16, device=x.device)
-    post, comb, layer_input = _mix_outputs(x, tokens, config)
-    if tokens:
-        device, has_norm = x.get_device(), norm_weight is not None
-        # without a norm the kernel never reads the weight: any row of H bf16 stands in
-        weight = norm_weight if norm_weight is not None else x[0]
-        if impl == "two_launch":
-            part = torch.empty((1, 8, tokens, config.mix_rows + 1), dtype=FP32, device=x.device)
-            kernel(device, "project", config, 4)(x, fn, part)
-            finish = kernel(device, "finish", config, has_norm)
-            finish(x, part, scale, base, weight, residual, post, comb, layer_input)
-        else:
-            tile = _tile(FUSED_TILES, tokens)
-            run = kernel(device, "fused", config, tile, CLUSTERS, has_norm)
-            run(x, fn, scale, base, weight, residual, post, comb, layer_input)
-    return residual, post.view(tokens, hc, 1), comb.view(tokens, hc, hc), layer_input
+    Returns:
+        How many kernels are ready.
 
-
-def pre(
-    residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_weight: Tensor | None, config: MHCConfig
-) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, hc = residual.shape[0], config.hc_mult
-    post, comb, layer_input = _mix_outputs(residual, tokens, config)
-    if tokens:
-        weight = norm_weight if norm_weight is not None else layer_input[0]
-        tile = _tile(STREAM_TILES, tokens)
-        run = kernel(residual.get_device(), "streams", config, tile, CLUSTERS, norm_weight is not None, "pre")
-        run(residual, fn, scale, base, weight, post, comb, layer_input)
-    return post.view(tokens, hc, 1), comb.view(tokens, hc, hc), layer_input
-
-
-def post_pre(
-    output: Tensor,
-    residual: Tensor,
-    post: Tensor,
-    comb: Tensor | None,
-    fn: Tensor,
-    scale: Tensor,
-    base: Tensor,
-    norm_weight: Tensor | None,
-    config: MHCConfig,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tokens, hc = output.shape[0], config.hc_mult
-    out = torch.empty((tokens, hc, config.hidden_size), dtype=BF16, device=output.device)
-    new_post, new_comb, layer_input = _mix_outputs(output, tokens, config)
-    if tokens:
-        weight = norm_weight if norm_weight is not None else output[0]
-        source = "post_pre" if comb is not None else "post_pre_collapsed"
-        tile = _tile(STREAM_TILES, tokens)
-        run = kernel(output.get_device(), "streams", config, tile, CLUSTERS, norm_weight is not None, source)
-        mixed = (comb.view(tokens, hc * hc),) if comb is not None else ()
-        streams = residual if comb is not None else residual.unsqueeze(1)
-        post = post.view(tokens, hc)
-        run(output, streams, post, *mixed, fn, scale, base, weight, out, new_post, new_comb, layer_input)
-    return out, new_post.view(tokens, hc, 1), new_comb.view(tokens, hc, hc), layer_input
-
-
-def post(output: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None) -> Tensor:
-    tokens, hidden = output.shape
-    hc = post.shape[1]
-    out = torch.empty((tokens, hc, hidden), dtype=BF16, device=output.device)
-    if tokens:
-        run = kernel(output.get_device(), "post", hidden, hc, comb is None)
-        if comb is None:
-            run(output, residual.unsqueeze(1), post.view(tokens, hc), out)
-        else:
-            run(output, residual, post.view(tokens, hc), comb.view(tokens, hc * hc), out)
-    return out
-
-
-def head(residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, config: MHCConfig) -> Tensor:
-    tokens = residual.shape[0]
-    out = torch.empty((tokens, config.hidden_size), dtype=BF16, device=residual.device)
-    if tokens:
-        tile = _tile(STREAM_TILES, tokens)
-        run = kernel(residual.get_device(), "streams", config, tile, CLUSTERS, False, "head")
-        run(residual, fn, scale, base, out)
-    return out
+    Raises:
+        ValueError: `max_tokens` is below 1.
+        RuntimeError: there is no GPU, or it is older than Hopper.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+    if not torch.cuda.is_available():
+        raise RuntimeError("warmup compiles for a GPU and none is visible: run it on the GPU host")
+    device = torch.cuda.current_device() if device is None else device
+    names = reachable(config, max_tokens)
+    for name in names:
+        kernel(device, *name)
+    return len(names)

@@ -1,7 +1,8 @@
 """The public ops: on CPU the fp32 reference, on CUDA the kernels.
 
-Every op is a torch custom op with a fake implementation, so `torch.compile(fullgraph=True)` and meta tensors work.
-Eager CUDA calls skip the dispatcher and go straight to the compiled kernels (`mhc.launch`).
+Every op is a torch custom op with a fake implementation (`mhc.dispatch`), so `torch.compile(fullgraph=True)` and meta
+tensors work. Eager CUDA calls skip the dispatcher and go straight to the compiled kernels, whose host stubs check the
+arguments themselves: only a refused call is checked here, for a message that explains it.
 
 Shapes: `T` tokens (0 allowed), `H` hidden, `hc` streams, `M = hc * (hc + 2)`. Streams, embeddings and layer inputs are
 bf16; `fn`, `scale`, `base`, `post` and `comb` are fp32; all contiguous, on one device. Bad arguments raise ValueError
@@ -10,17 +11,19 @@ naming the argument, its value and what is accepted.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from mhc import reference
+from mhc import cuda, dispatch  # noqa: F401  (registers torch.ops.mhc)
 from mhc.checks import check
 from mhc.config import MHCConfig
 
 BF16, FP32 = torch.bfloat16, torch.float32
-IMPLS = ("auto", "two_launch", "reference")
+IMPLS = ("auto", "fused", "two_launch", "reference")
 
 
 class PreOutput(NamedTuple):
@@ -28,7 +31,14 @@ class PreOutput(NamedTuple):
 
     residual: Tensor  # [T, hc, H] bf16, the streams
     post: Tensor  # [T, hc, 1] fp32
-    comb: Tensor  # [T, hc, hc] fp32
+    comb: Tensor | None  # [T, hc, hc] fp32; None where the streams stayed one embedding
+    layer_input: Tensor  # [T, H] bf16
+
+
+class CollapsedOutput(NamedTuple):
+    """What the first pre returns when the streams stay one embedding x, which the caller keeps."""
+
+    post: Tensor  # [T, hc] fp32
     layer_input: Tensor  # [T, H] bf16
 
 
@@ -53,9 +63,14 @@ def pre(
 
     Source: `reference.pre`.
     """
-    _check_pre(residual.device, config, norm_weight, residual=residual, fn=fn, scale=scale, base=base)
-    post, comb, layer_input = torch.ops.mhc.pre(residual, fn, scale, base, norm_weight, config.constants())
-    return PreOutput(residual, post, comb, layer_input)
+
+    def checks() -> None:
+        _check_pre(residual.device, config, norm_weight, residual=residual, fn=fn, scale=scale, base=base)
+
+    if _direct(residual, fn):
+        return PreOutput(residual, *_launch(checks, cuda.pre, residual, fn, scale, base, norm_weight, config))
+    checks()
+    return PreOutput(residual, *torch.ops.mhc.pre(residual, fn, scale, base, norm_weight, config.constants()))
 
 
 def pre_broadcast(
@@ -67,39 +82,54 @@ def pre_broadcast(
     config: MHCConfig,
     *,
     impl: str = "auto",
-) -> PreOutput:
+    collapse: bool = False,
+) -> PreOutput | CollapsedOutput:
     """The pre map of the first layer, whose streams are `x` repeated: no repeat is made to compute it.
 
     Args:
         x: [T, H] bf16, the embeddings.
         fn_broadcast: [M, H] fp32, `mhc.fold(fn)`.
         scale, base, norm_weight, config: as `pre`.
-        impl: `auto` picks the fastest kernel on CUDA and the reference on CPU; `two_launch` and `reference` force one.
+        impl: `fused` is one launch, `two_launch` needs no clusters, `reference` is torch; `auto` is `fused` on CUDA and
+            `reference` on CPU. The kernels agree bitwise.
+        collapse: keep the streams as `x`: no residual, no comb and no Sinkhorn. `post` and `post_pre` then take `x` for
+            `residual` and None for `comb`. Needs `auto`, `fused` or `reference`.
 
     Returns:
-        PreOutput whose `residual` [T, hc, H] is exactly `x` repeated, as the first post map expects it.
+        PreOutput whose `residual` [T, hc, H] is exactly `x` repeated, as the first post map expects it; with `collapse`
+        a CollapsedOutput.
 
     Raises:
         ValueError: a dtype, shape, stride or device does not fit, or `impl` is unknown.
 
-    Source: `reference.pre_broadcast`; notebook 01, claims 1 to 4.
+    Source: `reference.pre_broadcast`; notebook 01, claims 1 to 4 and 6.
     """
-    if impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
-    _check_pre(x.device, config, norm_weight, x=x, fn_broadcast=fn_broadcast, scale=scale, base=base)
-    return PreOutput(
-        *torch.ops.mhc.pre_broadcast(x, fn_broadcast, scale, base, norm_weight, config.constants(), impl)
-    )
+    if impl not in IMPLS or (collapse and impl == "two_launch"):
+        accepted = [name for name in IMPLS if not (collapse and name == "two_launch")]
+        raise ValueError(f"impl must be one of {', '.join(accepted)}, got {impl!r}")
+
+    def checks() -> None:
+        _check_pre(x.device, config, norm_weight, x=x, fn_broadcast=fn_broadcast, scale=scale, base=base)
+
+    weights = (fn_broadcast, scale, base, norm_weight)
+    if _direct(x, fn_broadcast) and impl != "reference":
+        if collapse:
+            return CollapsedOutput(*_launch(checks, cuda.pre_collapsed, x, *weights, config))
+        return PreOutput(*_launch(checks, cuda.pre_broadcast, x, *weights, config, impl))
+    checks()
+    if collapse:
+        return CollapsedOutput(*torch.ops.mhc.pre_collapsed(x, *weights, config.constants(), impl))
+    return PreOutput(*torch.ops.mhc.pre_broadcast(x, *weights, config.constants(), impl))
 
 
-def post(output: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+def post(output: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None) -> Tensor:
     """Write a sub-layer's output back into the streams.
 
     Args:
         output: [T, H] bf16, what attention or FFN returned.
-        residual: [T, hc, H] bf16.
-        post: [T, hc, 1] fp32.
-        comb: [T, hc, hc] fp32, used transposed.
+        residual: [T, hc, H] bf16; the embeddings [T, H] where `comb` is None.
+        post: [T, hc, 1] fp32; [T, hc] where `comb` is None.
+        comb: [T, hc, hc] fp32, used transposed; None for the first post after a collapsed pre.
 
     Returns:
         [T, hc, H] bf16.
@@ -109,7 +139,13 @@ def post(output: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor
 
     Source: `reference.post`.
     """
-    _check_post(output, residual, post, comb)
+
+    def checks() -> None:
+        _check_post(output, residual, post, comb)
+
+    if _direct(output, post):
+        return _launch(checks, cuda.post, output, residual, post, comb)
+    checks()
     return torch.ops.mhc.post(output, residual, post, comb)
 
 
@@ -117,7 +153,7 @@ def post_pre(
     output: Tensor,
     residual: Tensor,
     post: Tensor,
-    comb: Tensor,
+    comb: Tensor | None,
     fn: Tensor,
     scale: Tensor,
     base: Tensor,
@@ -135,11 +171,21 @@ def post_pre(
     Raises:
         ValueError: a dtype, shape, stride or device does not fit.
     """
-    _check_post(output, residual, post, comb)
-    _check_pre(output.device, config, norm_weight, residual=residual, fn=fn, scale=scale, base=base)
-    return PreOutput(
-        *torch.ops.mhc.post_pre(output, residual, post, comb, fn, scale, base, norm_weight, config.constants())
-    )
+
+    def checks() -> None:
+        _check_post(output, residual, post, comb)
+        if output.shape[1] != config.hidden_size or post.shape[1] != config.hc_mult:
+            raise ValueError(
+                f"output and post must be of H {config.hidden_size} and hc {config.hc_mult}, got {list(output.shape)} "
+                f"and {list(post.shape)}"
+            )
+        _check_pre(output.device, config, norm_weight, fn=fn, scale=scale, base=base)
+
+    args = (output, residual, post, comb, fn, scale, base, norm_weight)
+    if _direct(output, fn):
+        return PreOutput(*_launch(checks, cuda.post_pre, *args, config))
+    checks()
+    return PreOutput(*torch.ops.mhc.post_pre(*args, config.constants()))
 
 
 def head(residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, config: MHCConfig) -> Tensor:
@@ -160,15 +206,21 @@ def head(residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, config: MHCC
 
     Source: `reference.head`.
     """
-    hc, hidden = config.hc_mult, config.hidden_size
-    check(
-        {},
-        residual.device,
-        residual=(residual, BF16, ("T", hc, hidden)),
-        fn=(fn, FP32, (hc, hc * hidden)),
-        scale=(scale, FP32, (1,)),
-        base=(base, FP32, (hc,)),
-    )
+
+    def checks() -> None:
+        hc, hidden = config.hc_mult, config.hidden_size
+        check(
+            {},
+            residual.device,
+            residual=(residual, BF16, ("T", hc, hidden)),
+            fn=(fn, FP32, (hc, hc * hidden)),
+            scale=(scale, FP32, (1,)),
+            base=(base, FP32, (hc,)),
+        )
+
+    if _direct(residual, fn):
+        return _launch(checks, cuda.head, residual, fn, scale, base, config)
+    checks()
     return torch.ops.mhc.head(residual, fn, scale, base, config.constants())
 
 
@@ -188,144 +240,35 @@ def _check_pre(device: torch.device, config: MHCConfig, norm_weight: Tensor | No
     check({}, device, **{name: (tensor, *specs[name]) for name, tensor in tensors.items()})
 
 
-def _check_post(output: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> None:
-    check(
-        {},
-        output.device,
-        output=(output, BF16, ("T", "H")),
-        residual=(residual, BF16, ("T", "hc", "H")),
-        post=(post, FP32, ("T", "hc", 1)),
-        comb=(comb, FP32, ("T", "hc", "hc")),
-    )
+def _check_post(output: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None) -> None:
+    dims: dict[str, int] = {}
+    check(dims, output.device, output=(output, BF16, ("T", "H")))
+    if comb is None:
+        check(dims, output.device, residual=(residual, BF16, ("T", "H")), post=(post, FP32, ("T", "hc")))
+    else:
+        check(
+            dims,
+            output.device,
+            residual=(residual, BF16, ("T", "hc", "H")),
+            post=(post, FP32, ("T", "hc", 1)),
+            comb=(comb, FP32, ("T", "hc", "hc")),
+        )
 
 
-# ---- the custom ops: one eager body for every device, one fake ----
-
-
-@torch.library.custom_op("mhc::pre", mutates_args=())
-def _pre(
-    residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_weight: Tensor | None, constants: list[float]
-) -> tuple[Tensor, Tensor, Tensor]:
-    config = MHCConfig.from_constants(residual.shape[-1], constants)
-    if residual.is_cuda:
-        from mhc import launch
-
-        return launch.pre(residual, fn, scale, base, norm_weight, config)
-    _, post_mix, comb, y = reference.pre(residual, fn, scale, base, norm_weight, config)
-    return post_mix.unsqueeze(-1), comb, y.to(BF16)
-
-
-@_pre.register_fake
-def _(
-    residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_weight: Tensor | None, constants: list[float]
-) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, hc, hidden = residual.shape
-    return _mix_outputs(residual, tokens, hc, hidden)
-
-
-@torch.library.custom_op("mhc::pre_broadcast", mutates_args=())
-def _pre_broadcast(
-    x: Tensor,
-    fn_broadcast: Tensor,
-    scale: Tensor,
-    base: Tensor,
-    norm_weight: Tensor | None,
-    constants: list[float],
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    config = MHCConfig.from_constants(x.shape[-1], constants)
-    if x.is_cuda and impl != "reference":
-        from mhc import launch
-
-        return launch.pre_broadcast(x, fn_broadcast, scale, base, norm_weight, config, impl)
-    _, post_mix, comb, y = reference.pre_broadcast(x, fn_broadcast, scale, base, norm_weight, config)
-    return reference.expand(x, config.hc_mult), post_mix.unsqueeze(-1), comb, y.to(BF16)
-
-
-@_pre_broadcast.register_fake
-def _(
-    x: Tensor,
-    fn_broadcast: Tensor,
-    scale: Tensor,
-    base: Tensor,
-    norm_weight: Tensor | None,
-    constants: list[float],
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (tokens, hidden), hc = x.shape, int(constants[0])
-    return x.new_empty(tokens, hc, hidden), *_mix_outputs(x, tokens, hc, hidden)
-
-
-@torch.library.custom_op("mhc::post", mutates_args=())
-def _post(output: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    if residual.is_cuda:
-        from mhc import launch
-
-        return launch.post(output, residual, post, comb)
-    return reference.post(output, residual, post.squeeze(-1), comb).to(BF16)
-
-
-@_post.register_fake
-def _(output: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    return torch.empty_like(residual)
-
-
-@torch.library.custom_op("mhc::post_pre", mutates_args=())
-def _post_pre(
-    output: Tensor,
-    residual: Tensor,
-    post: Tensor,
-    comb: Tensor,
-    fn: Tensor,
-    scale: Tensor,
-    base: Tensor,
-    norm_weight: Tensor | None,
-    constants: list[float],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    config = MHCConfig.from_constants(residual.shape[-1], constants)
-    if residual.is_cuda:
-        from mhc import launch
-
-        return launch.post_pre(output, residual, post, comb, fn, scale, base, norm_weight, config)
-    streams = reference.post(output, residual, post.squeeze(-1), comb).to(BF16)
-    _, post_mix, new_comb, y = reference.pre(streams, fn, scale, base, norm_weight, config)
-    return streams, post_mix.unsqueeze(-1), new_comb, y.to(BF16)
-
-
-@_post_pre.register_fake
-def _(
-    output: Tensor,
-    residual: Tensor,
-    post: Tensor,
-    comb: Tensor,
-    fn: Tensor,
-    scale: Tensor,
-    base: Tensor,
-    norm_weight: Tensor | None,
-    constants: list[float],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return torch.empty_like(residual), *_mix_outputs(residual, *residual.shape)
-
-
-@torch.library.custom_op("mhc::head", mutates_args=())
-def _head(residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, constants: list[float]) -> Tensor:
-    config = MHCConfig.from_constants(residual.shape[-1], constants)
-    if residual.is_cuda:
-        from mhc import launch
-
-        return launch.head(residual, fn, scale, base, config)
-    return reference.head(residual, fn, scale, base, config).to(BF16)
-
-
-@_head.register_fake
-def _(residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, constants: list[float]) -> Tensor:
-    return residual.new_empty(residual.shape[0], residual.shape[2])
-
-
-def _mix_outputs(like: Tensor, tokens: int, hc: int, hidden: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised post [T, hc, 1], comb [T, hc, hc] and layer_input [T, H]."""
+def _direct(tensor: Tensor, weight: Tensor) -> bool:
+    """Whether an eager CUDA call may skip the dispatcher: nothing traces it and nobody wants a gradient."""
     return (
-        like.new_empty(tokens, hc, 1, dtype=FP32),
-        like.new_empty(tokens, hc, hc, dtype=FP32),
-        like.new_empty(tokens, hidden, dtype=BF16),
+        tensor.is_cuda
+        and type(tensor) in (Tensor, Parameter)
+        and not torch.compiler.is_compiling()
+        and not (torch.is_grad_enabled() and (tensor.requires_grad or weight.requires_grad))
     )
+
+
+def _launch(checks: Callable[[], None], op: Callable[..., Any], *args: Any) -> Any:
+    """Call `op`; if the kernel's host stub refuses the arguments, say why in our words."""
+    try:
+        return op(*args)
+    except Exception:
+        checks()
+        raise

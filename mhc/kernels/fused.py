@@ -3,8 +3,8 @@
 import tilelang.language as T
 
 from mhc.config import MHCConfig
-from mhc.kernels.dot import dot_tile
-from mhc.kernels.parts import CLUSTER, THREADS, WARPS, WORKERS, Plan, comb_warp, exchange, mix, sync_workers
+from mhc.kernels.fma import dot_tile_fma, load_resident_fn
+from mhc.kernels.parts import CLUSTER, THREADS, WORKERS, Plan, comb_warp, exchange, mix, sync_workers
 
 
 def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: str = "all"):
@@ -35,9 +35,7 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
                 T.annotate_min_blocks_per_sm(2)
             tid = T.get_thread_binding()
             rank = block % CLUSTER
-            # 16 columns of padding put the 8 rows of a tensor core fragment into different banks
-            x_tile = T.alloc_shared((tile, cols + 16), "bfloat16")
-            partial = T.alloc_shared((WARPS, tile, rows), "float32")
+            x_tile = T.alloc_shared((tile, cols), "bfloat16")
             stage = T.alloc_shared((2, tile, plan.width), "float32")
             part = T.alloc_shared((2, CLUSTER, tile, plan.width), "float32")
             arrived = T.alloc_cluster_barrier([CLUSTER, CLUSTER])
@@ -45,12 +43,15 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
             own = T.alloc_shared((-(-tile // CLUSTER), plan.sums), "float32")
             pre = T.alloc_shared((tile, hc), "float32")
             factors = T.alloc_shared((tile, 2), "float32")
+            w = T.alloc_local((plan.registers,), "float32")
             xb = T.alloc_local((loads * 8,), "bfloat16")
             yb = T.alloc_local((8,), "bfloat16")
             wb = T.alloc_local((8,), "bfloat16")
 
             T.pdl_sync()
             T.pdl_trigger()
+            if tid < WORKERS:
+                load_resident_fn(plan, fn, w, rank, tid)
             for step in T.serial(T.ceildiv(T.ceildiv(tokens, tile) - block // CLUSTER, clusters)):
                 t0 = (block // CLUSTER + step * clusters) * tile
                 parity = step % 2
@@ -75,7 +76,7 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
                                     for e in T.vectorized(8):
                                         residual[t0 + t, j, rank * cols + col + e] = xb[i * 8 + e]
                     sync_workers()
-                    dot_tile(plan, x_tile, fn, partial, stage, parity, rank, tid)
+                    dot_tile_fma(plan, x_tile, fn, w, stage, parity, rank, tid)
                     exchange(plan, plan.width, stage, part, arrived, step, rank, tid)
                     mix(plan, part, sums, pre, factors, scale, base, post, parity, rank, t0, tokens, tid)
                     T.sync_threads(2, THREADS)

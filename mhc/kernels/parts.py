@@ -69,6 +69,26 @@ class Plan:
         return -(-self.streams * self.cols // (16 * WARPS))
 
     @property
+    def warp_rows(self) -> int:
+        """Rows of `fn` a warp dots on FMAs."""
+        return -(-self.rows // WARPS)
+
+    @property
+    def chunks(self) -> int:
+        """Steps of 128 columns (4 a lane) that cover a block's columns on FMAs."""
+        return -(-self.cols // 128)
+
+    @property
+    def resident(self) -> bool:
+        """Whether a lane keeps its share of `fn` in registers from tile to tile."""
+        return self.chunks * self.warp_rows * 4 <= 48
+
+    @property
+    def registers(self) -> int:
+        """Floats of `fn` that a lane holds on FMAs."""
+        return (self.chunks if self.resident else 1) * self.warp_rows * 4
+
+    @property
     def sums(self) -> int:
         """Values exchanged a token: the rows and the sum of squares."""
         return self.rows + 1
@@ -189,5 +209,6 @@ def comb_warp(plan, part, own, arrived, scale, base, comb, step, rank, t0, token
         for q in T.unroll(hc * hc):
             c[q] = own[lane, 2 * hc + q] * rstd * scale[2] + base[2 * hc + q]
         sinkhorn(plan, c)
-        for q in T.vectorized(hc * hc):
-            comb[t0 + t, q] = c[q]
+        for i in T.unroll(hc):
+            for j in T.vectorized(hc) if hc % 2 == 0 else T.unroll(hc):
+                comb[t0 + t, i * hc + j] = c[i * hc + j]

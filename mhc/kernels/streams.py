@@ -8,7 +8,6 @@ projection and the collapse; the norm needs `sum(y^2)` over the whole row, a sec
 import tilelang.language as T
 
 from mhc.config import MHCConfig
-from mhc.kernels.dot import dot_tile
 from mhc.kernels.parts import (
     CLUSTER,
     THREADS,
@@ -20,6 +19,7 @@ from mhc.kernels.parts import (
     mix,
     sync_workers,
 )
+from mhc.kernels.tensor import dot_tile_tensor
 
 
 @T.macro
@@ -255,7 +255,7 @@ def streams(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source:
                     else:
                         load_streams(plan, r, r_tile, rank, t0, tokens, tid)
                         sync_workers()
-                    dot_tile(plan, r_tile, fn, partial, stage, parity, rank, tid)
+                    dot_tile_tensor(plan, r_tile, fn, partial, stage, parity, rank, tid)
                     exchange(plan, plan.width, stage, part, arrived, step, rank, tid)
                     mix(plan, part, sums, pre, pre, scale, base, post, parity, rank, t0, tokens, tid)
                     T.sync_threads(2, THREADS)

@@ -3,8 +3,8 @@
 import tilelang.language as T
 
 from mhc.config import MHCConfig
-from mhc.kernels.dot import dot_tile
-from mhc.kernels.parts import CLUSTER, WARPS, WORKERS, Plan, add_parts, sigmoid, sync_workers
+from mhc.kernels.fma import dot_tile_fma, load_resident_fn
+from mhc.kernels.parts import CLUSTER, WORKERS, Plan, add_parts, sigmoid, sync_workers
 from mhc.kernels.sinkhorn import sinkhorn
 
 
@@ -23,8 +23,8 @@ def project_slices(config: MHCConfig, tile: int):
         with T.Kernel(T.ceildiv(tokens, tile), CLUSTER, threads=WORKERS) as (block, rank):
             tid = T.get_thread_binding()
             t0 = block * tile
-            x_tile = T.alloc_shared((tile, plan.cols + 16), "bfloat16")
-            partial = T.alloc_shared((WARPS, tile, rows), "float32")
+            x_tile = T.alloc_shared((tile, plan.cols), "bfloat16")
+            w = T.alloc_local((plan.registers,), "float32")
             stage = T.alloc_shared((1, tile, plan.sums), "float32")
             for i in T.unroll(T.ceildiv(tile * plan.vecs, WORKERS)):
                 t = (i * WORKERS + tid) // plan.vecs
@@ -33,7 +33,8 @@ def project_slices(config: MHCConfig, tile: int):
                     for e in T.vectorized(8):
                         x_tile[t, col + e] = x[t0 + t, rank * plan.cols + col + e]
             sync_workers()
-            dot_tile(plan, x_tile, fn, partial, stage, 0, rank, tid)
+            load_resident_fn(plan, fn, w, rank, tid)
+            dot_tile_fma(plan, x_tile, fn, w, stage, 0, rank, tid)
             for i in T.unroll(T.ceildiv(tile * plan.sums, WORKERS)):
                 q = i * WORKERS + tid
                 if q < tile * plan.sums and t0 + q // plan.sums < tokens:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from mhc import cuda, launch, reference
+from mhc import cuda, reference
 from mhc.config import MHCConfig
 
 MOST_TOKENS = 600
 BF16 = torch.bfloat16
+VOCAB = 37
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,13 @@ class Problem:
     head_fn: Tensor  # [hc, hc * H] fp32
     head_scale: Tensor  # [1] fp32
     head_base: Tensor  # [hc] fp32
+    ids: Tensor  # [T] int64
+    embedding: Tensor  # [V, H] bf16
+    table_post: Tensor  # [V, hc] fp32
+    table_comb: Tensor  # [V, hc * hc] fp32
+    table_factor: Tensor  # [V, 2] fp32
 
-    PER_TOKEN = ("x", "residual", "output", "post", "comb")
+    PER_TOKEN = ("x", "residual", "output", "post", "comb", "ids")
 
     @property
     def fn_broadcast(self) -> Tensor:
@@ -46,7 +52,7 @@ class Problem:
 
     def to(self, dtype: torch.dtype) -> Problem:
         """The same numbers in the dtype of a reference."""
-        tensors = [f.name for f in fields(self) if f.name != "config"]
+        tensors = [f.name for f in fields(self) if f.name not in ("config", "ids")]
         return replace(self, **{name: getattr(self, name).to(dtype) for name in tensors})
 
 
@@ -73,6 +79,11 @@ def problem(config: MHCConfig, tokens: int = MOST_TOKENS, device: str = "cpu") -
         head_fn=fn_std * normal(hc, hc * hidden),
         head_scale=1 + 0.1 * normal(1),
         head_base=0.5 * normal(hc),
+        ids=torch.randint(VOCAB, (tokens,), generator=generator, device=device),
+        embedding=normal(VOCAB, hidden).to(BF16),
+        table_post=normal(VOCAB, hc),
+        table_comb=normal(VOCAB, hc * hc),
+        table_factor=1 + 0.1 * normal(VOCAB, 2),
     )
 
 
@@ -80,7 +91,7 @@ def problem(config: MHCConfig, tokens: int = MOST_TOKENS, device: str = "cpu") -
 class Op:
     """One way to reach a kernel.
 
-    `call` goes through `mhc.launch`, as CUDA tensors do. `value` is the same in torch, in the dtype of the problem it
+    `call` goes through `mhc.cuda`, as CUDA tensors do. `value` is the same in torch, in the dtype of the problem it
     is given and with no rounding to bf16; what `call` returned comes along for ops whose later outputs build on
     earlier, rounded ones. `roundings` says, for each output, how many roundings to bf16 lie between it and its exact
     value: 0 is an fp32 output, None must match bit for bit. `launches` is what one call costs.
@@ -117,6 +128,75 @@ def broadcast_op(impl: str, norm: bool, launches: int) -> Op:
         (None, 0, 0, 2 if norm else 1),
         launches,
     )
+
+
+def collapsed_op(norm: bool) -> Op:
+    def value(p: Problem, _: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        _, post, _, y = _pre_broadcast(p, norm)
+        return post.squeeze(-1), y
+
+    return Op(
+        f"pre_collapsed{'' if norm else '-unnormed'}",
+        lambda p: cuda.pre_collapsed(p.x, p.fn_broadcast, p.scale, p.base, p.norm_weight if norm else None, p.config),
+        value,
+        (0, 2 if norm else 1),
+    )
+
+
+def table_op(collapsed: bool) -> Op:
+    """Rows of a table, gathered: the embedding is the problem's x, each token its own vocabulary entry."""
+
+    def call(p: Problem) -> tuple[Tensor, ...]:
+        vocab, hc = p.x.shape[0], p.config.hc_mult
+        table = tuple(p.x.new_empty(vocab, n, dtype=torch.float32) for n in (hc, hc * hc, 2))
+        cuda.table_rows(p.x, p.fn_broadcast, p.scale, p.base, p.config, table)
+        ids = torch.arange(vocab, device=p.x.device)
+        residual, post, comb, layer_input = cuda.gather(ids, p.x, table, p.norm_weight, p.config, collapsed)
+        return (residual, post, layer_input) if collapsed else (residual, post, comb, layer_input)
+
+    def value(p: Problem, _: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        residual, post, comb, y = _pre_broadcast(p, True)
+        return (p.x.unsqueeze(1), post, y) if collapsed else (residual, post, comb, y)
+
+    return Op(
+        f"table{'-collapsed' if collapsed else ''}", call, value, (None, 0, 2) if collapsed else (None, 0, 0, 2), 2
+    )
+
+
+def _collapsed(p: Problem) -> tuple[Tensor, Tensor]:
+    _, post, _, y = _pre_broadcast(p, True)
+    return post.squeeze(-1), y
+
+
+def _table(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    pre, post, comb, _ = reference.pre_broadcast(p.x, p.fn_broadcast, p.scale, p.base, None, p.config)
+    total = pre.sum(-1)
+    rstd = torch.rsqrt(total.square() * p.x.to(total.dtype).square().mean(-1) + p.config.norm_eps)
+    return post, comb.flatten(1), torch.stack((total, rstd), -1)
+
+
+def _call_table(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    hc = p.config.hc_mult
+    out = tuple(torch.empty(len(p.x), n, device=p.x.device) for n in (hc, hc * hc, 2))
+    cuda.table_rows(p.x, p.fn_broadcast, p.scale, p.base, p.config, out)
+    return out
+
+
+def gather_op(norm: bool, collapsed: bool) -> Op:
+    def call(p: Problem) -> tuple[Tensor, ...]:
+        table = (p.table_post, p.table_comb, p.table_factor)
+        got = cuda.gather(p.ids, p.embedding, table, p.norm_weight if norm else None, p.config, collapsed)
+        return (got[0], got[1], got[3]) if collapsed else got
+
+    def value(p: Problem, _: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hc, x, factor = p.config.hc_mult, p.embedding[p.ids], p.table_factor[p.ids]
+        y = factor[:, :1] * x * (factor[:, 1:] * p.norm_weight if norm else 1)
+        post, comb = p.table_post[p.ids].unsqueeze(-1), p.table_comb[p.ids].view(-1, hc, hc)
+        return (x.unsqueeze(1), post, y) if collapsed else (reference.expand(x, hc), post, comb, y)
+
+    name = f"gather{'-collapsed' if collapsed else ''}{'' if norm else '-unnormed'}"
+    last = 2 if norm else 1
+    return Op(name, call, value, (None, None, last) if collapsed else (None, None, None, last))
 
 
 def pre_op(norm: bool) -> Op:
@@ -167,6 +247,21 @@ OPS = (
     broadcast_op("fused", True, 1),
     broadcast_op("fused", False, 1),
     broadcast_op("two_launch", True, 2),
+    broadcast_op("two_launch", False, 2),
+    Op(
+        "pre_collapsed",
+        lambda p: cuda.pre_collapsed(p.x, p.fn_broadcast, p.scale, p.base, p.norm_weight, p.config),
+        lambda p, _: _collapsed(p),
+        (0, 2),
+    ),
+    Op("table", _call_table, lambda p, _: _table(p), (0, 0, 0)),
+    gather_op(True, False),
+    gather_op(False, False),
+    gather_op(True, True),
+    collapsed_op(True),
+    collapsed_op(False),
+    table_op(False),
+    table_op(True),
     pre_op(True),
     pre_op(False),
     post_op(False),
@@ -180,3 +275,27 @@ OPS = (
         (1,),
     ),
 )
+
+
+def assert_close_to_fp64(op: Op, p: Problem, got: tuple[Tensor, ...]) -> None:
+    """fp32 outputs are within twice the error of torch's own fp32, bf16 ones within their roundings."""
+    truth, torch32 = (op.value(p.to(dtype), got) for dtype in (torch.float64, torch.float32))
+    for got_one, want, own, roundings in zip(got, truth, torch32, op.roundings, strict=True):
+        assert got_one.shape == want.shape
+        if not want.numel():
+            continue
+        error = (got_one.double() - want).abs()
+        if roundings is None:
+            assert torch.equal(got_one, want.to(got_one.dtype))
+        elif roundings == 0:
+            assert got_one.dtype == torch.float32
+            assert error.max() <= 2 * (own.double() - want).abs().max() + 2**-21
+        else:
+            assert got_one.dtype == torch.bfloat16
+            # half a step of bf16 is at most 2^-8 of the value; sums that cancel add an absolute error
+            assert (error <= roundings * 2**-8 * 1.01 * want.abs() + 2**-18 * want.abs().max()).all()
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """A tensor to compare bit for bit, NaN included."""
+    return tensor.contiguous().view(torch.uint8)

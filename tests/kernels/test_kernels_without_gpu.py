@@ -18,12 +18,12 @@ from mhc.kernels.parts import PASS_CONFIGS
 from . import mutants
 from .builds import Builds, build_cubins, lowered, variants
 from .conftest import EmulatedLaunch
-from .table import OPS, Op, Problem, problem
+from .table import OPS, Op, Problem, assert_close_to_fp64, bits, problem
 
 SMALL, REAL = 64, (4096, 5120, 7168)
 SEEDS = (0, 1, 2)  # forward, backward, shuffled
 FEW = (1, 3, 65)
-EVERY_TILE = (1, 40, 65, 256, 600)  # and, at last, clusters that take several tiles
+EVERY_TILE = (1, 16, 40, 65, 256, 600)  # and, at last, clusters that take several tiles
 ANY = range(1, 700)
 
 
@@ -78,24 +78,7 @@ def test_generated_cuda_against_fp64(case: Case, on_emulator: EmulatedLaunch) ->
                 for a, b in zip(first, got, strict=True):
                     assert torch.equal(bits(a), bits(b)), f"{op} depends on the order of threads, T = {tokens}"
             first = first or got
-        truth, torch32 = (op.value(p.to(dtype), first) for dtype in (torch.float64, torch.float32))
-        for got_one, want, own, roundings in zip(first, truth, torch32, op.roundings, strict=True):
-            assert got_one.shape == want.shape
-            error = (got_one.double() - want).abs()
-            if roundings is None:
-                assert torch.equal(got_one, want.to(got_one.dtype))
-            elif roundings == 0:
-                assert got_one.dtype == torch.float32
-                assert error.max() <= 2 * (own.double() - want).abs().max() + 2**-21
-            else:
-                assert got_one.dtype == torch.bfloat16
-                # half a step of bf16 is at most 2^-8 of the value; sums that cancel add an absolute error
-                assert (error <= roundings * 2**-8 * 1.01 * want.abs() + 2**-18 * want.abs().max()).all()
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """A tensor to compare bit for bit, NaN included."""
-    return tensor.contiguous().view(torch.uint8)
+        assert_close_to_fp64(op, p, first)
 
 
 @cases((), SMALL, 4096)
@@ -109,6 +92,7 @@ def test_no_tokens_no_launch(case: Case, on_emulator: EmulatedLaunch) -> None:
 @cases(EVERY_TILE, SMALL)
 def test_a_row_is_bitwise_the_same_at_every_t(case: Case, on_emulator: EmulatedLaunch) -> None:
     """Through every tile size, and so for any batch it may be part of."""
+    assert set(variants(case.op, case.config, EVERY_TILE)) == set(variants(case.op, case.config, ANY))
     on_emulator.seed = 3
     largest = case.op.call(inputs(case.hidden).rows(EVERY_TILE[-1]))
     for tokens in EVERY_TILE[:-1]:
@@ -123,10 +107,19 @@ def test_a_nan_stays_in_its_row(case: Case, on_emulator: EmulatedLaunch) -> None
     dirty = clean.rows(65)
     for name in ("x", "residual", "output"):
         getattr(dirty, name)[9].fill_(torch.nan)
+    dirty.ids[9] = len(dirty.embedding)  # outside the vocabulary
     others = torch.arange(65) != 9
     for a, b in zip(case.op.call(clean), case.op.call(dirty), strict=True):
         assert torch.equal(bits(a[others]), bits(b[others]))
         assert b[9].isnan().all()
+
+
+@pytest.mark.parametrize("hidden", [SMALL, *REAL])
+@pytest.mark.parametrize("hc", [2, 4, 8])
+def test_warmup_knows_every_kernel_that_an_op_reaches(hidden: int, hc: int) -> None:
+    config = MHCConfig(hidden, hc)
+    reached = {variant for op in OPS for variant in variants(op, config, ANY)}
+    assert reached <= set(launch.reachable(config, max(ANY)))
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,13 @@
-"""The projection `flat(r) @ fn.T` of a tile on tensor cores, accurate to fp32."""
+"""The projection of many streams on tensor cores, accurate to fp32."""
 
 import tilelang.language as T
 
+from mhc.kernels.fma import sum_squares
 from mhc.kernels.parts import WARPS, WORKERS, sync_workers
 
 
 @T.macro
-def dot_tile(plan, tile_smem, fn, partial, stage, parity, rank, tid):
+def dot_tile_tensor(plan, tile_smem, fn, partial, stage, parity, rank, tid):
     """stage[parity, t, :] = this block's share of `flat(r) @ fn.T` and of `sum(flat(r)^2)`.
 
     A warp takes 16 columns in every 128. bf16 streams are exact in tf32; `fn` is split into a tf32 part rounded to
@@ -82,32 +83,6 @@ def dot_tile(plan, tile_smem, fn, partial, stage, parity, rank, tid):
             stage[parity, q // plan.rows, q % plan.rows] = value[0]
     T.fence_proxy_async()
     sync_workers()
-
-
-@T.macro
-def sum_squares(plan, tile_smem, stage, parity, tid):
-    """stage[parity, t, rows] = this block's share of `sum(flat(r)^2)`; one warp a token."""
-    lane = tid % 32
-    width = plan.streams * plan.cols
-    xb = T.alloc_local((4,), "bfloat16")
-    xf = T.alloc_local((4,), "float32")
-    square = T.alloc_local((1,), "float32")
-    for i in T.unroll(T.ceildiv(plan.tile, WARPS)):
-        t = i * WARPS + tid // 32
-        if t < plan.tile:
-            square[0] = 0.0
-            for chunk in T.unroll(T.ceildiv(width, 128)):
-                col = (chunk * 32 + lane) * 4
-                if col < width:
-                    for e in T.vectorized(4):
-                        xb[e] = tile_smem[t, col + e]
-                    for e in T.vectorized(4):
-                        xf[e] = T.cast(xb[e], "float32")
-                    for e in T.unroll(4):
-                        square[0] += xf[e] * xf[e]
-            square[0] = T.warp_reduce_sum(square[0])
-            if lane == 0:
-                stage[parity, t, plan.rows] = square[0]
 
 
 @T.macro

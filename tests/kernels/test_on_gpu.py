@@ -1,0 +1,154 @@
+"""Every kernel on a real GPU: the checks of the emulator, and what only a GPU has (graphs, 64-bit offsets)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import mhc
+from mhc.config import MHCConfig
+
+from .table import OPS, Op, Problem, assert_close_to_fp64, bits, problem
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU of compute capability 9.0 or newer"),
+]
+TOKENS = (0, 1, 2, 63, 64, 65, 255, 256, 4096)
+NORMED = [op for op in OPS if not op.name.endswith("unnormed")]
+BROADCAST = next(op for op in OPS if op.name == "pre_broadcast-fused")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs() -> Iterator[None]:
+    """`torch.empty` fills with NaN, so that an element no kernel writes is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def on_gpu(p: Problem) -> Problem:
+    """The problem on the GPU, in its own dtypes."""
+    moved = {name: value.cuda() for name, value in vars(p).items() if isinstance(value, torch.Tensor)}
+    return Problem(p.config, **moved)
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_against_fp64_at_h_4096(op: Op) -> None:
+    p = on_gpu(problem(MHCConfig(4096), TOKENS[-1]))
+    for tokens in TOKENS:
+        rows = p.rows(tokens)
+        assert_close_to_fp64(op, rows, op.call(rows))
+
+
+@pytest.mark.parametrize("hidden", [64, 2880, 5120, 7168])
+@pytest.mark.parametrize("op", NORMED, ids=str)
+def test_against_fp64_at_other_h(op: Op, hidden: int) -> None:
+    p = on_gpu(problem(MHCConfig(hidden), 65))
+    for tokens in (63, 65):
+        rows = p.rows(tokens)
+        assert_close_to_fp64(op, rows, op.call(rows))
+
+
+@pytest.mark.parametrize("hc", [2, 3, 8])
+@pytest.mark.parametrize("op", NORMED, ids=str)
+def test_against_fp64_at_other_hc(op: Op, hc: int) -> None:
+    p = on_gpu(problem(MHCConfig(320, hc_mult=hc), 100))
+    assert_close_to_fp64(op, p, op.call(p))
+
+
+@pytest.mark.parametrize("op", NORMED, ids=str)
+def test_a_row_is_bitwise_the_same_at_every_t(op: Op) -> None:
+    p = on_gpu(problem(MHCConfig(4096), 600))
+    largest = op.call(p)
+    for tokens in (1, 20, 40, 65, 256):
+        for again in range(2):
+            for a, b in zip(op.call(p.rows(tokens)), largest, strict=True):
+                assert torch.equal(bits(a), bits(b[:tokens])), (tokens, again)
+
+
+@pytest.mark.parametrize("op", NORMED, ids=str)
+def test_a_nan_stays_in_its_row(op: Op) -> None:
+    clean = on_gpu(problem(MHCConfig(4096), 65))
+    dirty = clean.rows(65)
+    for name in ("x", "residual", "output"):
+        getattr(dirty, name)[9].fill_(torch.nan)
+    others = torch.arange(65, device="cuda") != 9
+    for a, b in zip(op.call(clean), op.call(dirty), strict=True):
+        assert torch.equal(bits(a[others]), bits(b[others]))
+        assert b[9].isnan().all()
+
+
+def test_two_launch_and_fused_agree_bitwise() -> None:
+    p = on_gpu(problem(MHCConfig(4096), 300))
+    weights = (p.fn_broadcast, p.scale, p.base, p.norm_weight, p.config)
+    for a, b in zip(mhc.pre_broadcast(p.x, *weights, impl="two_launch"), mhc.pre_broadcast(p.x, *weights), strict=True):
+        assert torch.equal(bits(a), bits(b))
+
+
+def test_rows_past_the_32nd_bit() -> None:
+    """131,073 tokens of 4 x 4096 are 2^31 elements and more."""
+    p = on_gpu(problem(MHCConfig(4096), 8))
+    weights = (p.fn_broadcast, p.scale, p.base, p.norm_weight, p.config)
+    x = torch.zeros(131_073, 4096, dtype=torch.bfloat16, device="cuda")
+    x[-8:] = p.x
+    small, large = mhc.pre_broadcast(p.x, *weights), mhc.pre_broadcast(x, *weights)
+    for a, b in zip(small, large, strict=True):
+        assert torch.equal(bits(a), bits(b[-8:]))
+    output = torch.zeros_like(x)
+    output[-8:] = p.output
+    args = (p.fn, p.scale, p.base, p.norm_weight, p.config)
+    small = mhc.post_pre(p.output, small.residual, small.post, small.comb, *args)
+    large = mhc.post_pre(output, large.residual, large.post, large.comb, *args)
+    for a, b in zip(small, large, strict=True):
+        assert torch.equal(bits(a), bits(b[-8:]))
+
+
+def test_a_captured_graph_sees_a_refresh_and_other_shapes_leave_it_alone() -> None:
+    p = on_gpu(problem(MHCConfig(4096), 300))
+    fn = p.fn.clone()
+    weight = mhc.BroadcastWeight(fn, 4)
+    static_x = p.x[:7].clone()
+
+    def run(x: torch.Tensor) -> mhc.PreOutput:
+        return mhc.pre_broadcast(x, weight.tensor, p.scale, p.base, p.norm_weight, p.config)
+
+    run(static_x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(static_x)
+    for tokens in (1, 64, 300):
+        run(p.x[:tokens])
+    fn.mul_(1.5)
+    address = weight.tensor.data_ptr()
+    weight.refresh()
+    assert weight.tensor.data_ptr() == address
+    static_x.copy_(p.x[100:107])
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(out, run(p.x[100:107]), strict=True):
+        assert torch.equal(bits(a), bits(b))
+
+
+def test_the_table_marks_ids_that_are_no_rows() -> None:
+    p = on_gpu(problem(MHCConfig(4096), 300))
+    table = mhc.TokenTable.build(p.x, p.fn_broadcast, p.scale, p.base, p.config)
+    ids = torch.tensor([3, -1, 299, 300], device="cuda")
+    out = mhc.pre_from_table(ids, p.x, table, p.norm_weight, p.config)
+    assert out.layer_input.isnan().all(1).tolist() == [False, True, False, True]
+    with pytest.raises(ValueError, match="2 outside, from -1 to 300"):
+        mhc.pre_from_table(ids, p.x, table, p.norm_weight, p.config, check_ids=True)
+
+
+def test_refused_arguments_are_explained() -> None:
+    p = on_gpu(problem(MHCConfig(4096), 3))
+    weights = (p.fn_broadcast, p.scale, p.base, p.norm_weight, p.config)
+    with pytest.raises(ValueError, match="x must be bfloat16"):
+        mhc.pre_broadcast(p.x.float(), *weights)
+    with pytest.raises(ValueError, match="fn_broadcast must be on cuda"):
+        mhc.pre_broadcast(p.x, p.fn_broadcast.cpu(), *weights[1:])
+    with pytest.raises(ValueError, match="x must be contiguous"):
+        mhc.pre_broadcast(p.x.repeat(1, 2)[:, ::2], *weights)
