@@ -118,17 +118,20 @@ def kernel(device: int, name: str, *args: Any) -> Callable[..., None]:
 
 
 def reachable(config: MHCConfig, max_tokens: int) -> list[tuple[Any, ...]]:
-    """(name, factory arguments) of every kernel that the ops can launch for `config` and 1 to `max_tokens` tokens."""
-    tokens = [t for v in (*ONE_STREAM, *MANY_STREAMS) if (t := min(v.most, max_tokens)) >= 1]
+    """(name, factory arguments) of every kernel that the ops can launch for `config`, 1 to `max_tokens` tokens, any table."""
+    # a pick changes only where a variant ends; the rows of a table are a vocabulary, not tokens
+    starts = {1, *(int(v.most) + 1 for v in (*ONE_STREAM, *MANY_STREAMS) if v.most != float("inf"))}
     kernels: dict[tuple[Any, ...], None] = {}
-    for t in {int(t) for t in [1, max_tokens, *tokens, *(t + 1 for t in tokens if t + 1 <= max_tokens)]}:
+    for t in sorted(starts):
         one, many = one_stream(config, t), many_streams(config, t)
+        kernels["fused", config, one.tile, one.clusters, False, "table"] = None
+        if t > max_tokens:
+            continue
         for norm in (True, False):
             for outputs in ("all", "collapsed"):
                 kernels["fused", config, one.tile, one.clusters, norm, outputs] = None
             for source in ("pre", "post_pre", "post_pre_collapsed"):
                 kernels["streams", config, many.tile, many.clusters, norm, source] = None
-        kernels["fused", config, one.tile, one.clusters, False, "table"] = None
         kernels["streams", config, many.tile, many.clusters, False, "head"] = None
     for norm in (True, False):
         kernels["finish", config, norm] = None

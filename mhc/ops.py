@@ -67,10 +67,11 @@ def pre(
     def checks() -> None:
         _check_pre(residual.device, config, norm_weight, residual=residual, fn=fn, scale=scale, base=base)
 
-    if _direct(residual, fn):
-        return PreOutput(residual, *_launch(checks, cuda.pre, residual, fn, scale, base, norm_weight, config))
+    args = (residual, fn, scale, base, norm_weight)
+    if _direct(*args):
+        return PreOutput(residual, *_launch(checks, cuda.pre, *args, config))
     checks()
-    return PreOutput(residual, *torch.ops.mhc.pre(residual, fn, scale, base, norm_weight, config.constants()))
+    return PreOutput(residual, *torch.ops.mhc.pre(*args, config.constants()))
 
 
 def pre_broadcast(
@@ -111,15 +112,15 @@ def pre_broadcast(
     def checks() -> None:
         _check_pre(x.device, config, norm_weight, x=x, fn_broadcast=fn_broadcast, scale=scale, base=base)
 
-    weights = (fn_broadcast, scale, base, norm_weight)
-    if _direct(x, fn_broadcast) and impl != "reference":
+    args = (x, fn_broadcast, scale, base, norm_weight)
+    if impl != "reference" and _direct(*args):
         if collapse:
-            return CollapsedOutput(*_launch(checks, cuda.pre_collapsed, x, *weights, config))
-        return PreOutput(*_launch(checks, cuda.pre_broadcast, x, *weights, config, impl))
+            return CollapsedOutput(*_launch(checks, cuda.pre_collapsed, *args, config))
+        return PreOutput(*_launch(checks, cuda.pre_broadcast, *args, config, impl))
     checks()
     if collapse:
-        return CollapsedOutput(*torch.ops.mhc.pre_collapsed(x, *weights, config.constants(), impl))
-    return PreOutput(*torch.ops.mhc.pre_broadcast(x, *weights, config.constants(), impl))
+        return CollapsedOutput(*torch.ops.mhc.pre_collapsed(*args, config.constants(), impl))
+    return PreOutput(*torch.ops.mhc.pre_broadcast(*args, config.constants(), impl))
 
 
 def post(output: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None) -> Tensor:
@@ -143,7 +144,7 @@ def post(output: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None) ->
     def checks() -> None:
         _check_post(output, residual, post, comb)
 
-    if _direct(output, post):
+    if _direct(output, residual, post, comb):
         return _launch(checks, cuda.post, output, residual, post, comb)
     checks()
     return torch.ops.mhc.post(output, residual, post, comb)
@@ -182,7 +183,7 @@ def post_pre(
         _check_pre(output.device, config, norm_weight, fn=fn, scale=scale, base=base)
 
     args = (output, residual, post, comb, fn, scale, base, norm_weight)
-    if _direct(output, fn):
+    if _direct(*args):
         return PreOutput(*_launch(checks, cuda.post_pre, *args, config))
     checks()
     return PreOutput(*torch.ops.mhc.post_pre(*args, config.constants()))
@@ -218,7 +219,7 @@ def head(residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, config: MHCC
             base=(base, FP32, (hc,)),
         )
 
-    if _direct(residual, fn):
+    if _direct(residual, fn, scale, base):
         return _launch(checks, cuda.head, residual, fn, scale, base, config)
     checks()
     return torch.ops.mhc.head(residual, fn, scale, base, config.constants())
@@ -255,13 +256,17 @@ def _check_post(output: Tensor, residual: Tensor, post: Tensor, comb: Tensor | N
         )
 
 
-def _direct(tensor: Tensor, weight: Tensor) -> bool:
-    """Whether an eager CUDA call may skip the dispatcher: nothing traces it and nobody wants a gradient."""
+def _direct(tensor: Tensor, *others: Tensor | None) -> bool:
+    """Whether an eager CUDA call may skip the dispatcher: a kernel sees it, nothing traces it, nobody wants a gradient.
+
+    The dispatcher has no gradient either, but says so in backward; no kernel looks at the arguments of an empty call.
+    """
     return (
         tensor.is_cuda
+        and tensor.numel() > 0
         and type(tensor) in (Tensor, Parameter)
         and not torch.compiler.is_compiling()
-        and not (torch.is_grad_enabled() and (tensor.requires_grad or weight.requires_grad))
+        and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (tensor, *others)))
     )
 
 

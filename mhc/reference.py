@@ -53,7 +53,8 @@ def gates(m: Tensor, scale: Tensor, base: Tensor, config: MHCConfig) -> tuple[Te
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     """Alternate row and column normalisation, ending on columns. [..., hc, hc] -> [..., hc, hc].
 
-    c = softmax(logits, rows) + eps;  c /= colsum(c) + eps;  (iters - 1) times: c /= rowsum(c) + eps, c /= colsum(c) + eps
+    c = softmax(logits, rows) + eps;  c /= colsum(c) + eps;
+    (iters - 1) times: c /= rowsum(c) + eps, c /= colsum(c) + eps
     """
     c = torch.softmax(logits, dim=-1) + eps
     c = c / (c.sum(-2, keepdim=True) + eps)
@@ -108,7 +109,7 @@ def pre_broadcast(
 
 
 def analytic_norm(x: Tensor, pre_sum: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of `P * x` without a second reduction: `mean((P * x)^2) = P^2 * mean(x^2)`. [T, H], [T], [H] -> [T, H]."""
+    """RMSNorm of `P * x` with no second reduction: `mean((P * x)^2) = P^2 * mean(x^2)`. [T, H], [T], [H] -> [T, H]."""
     p = pre_sum.unsqueeze(-1)
     return p * x * torch.rsqrt(p.square() * x.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
 
@@ -121,7 +122,7 @@ def post(output: Tensor, r: Tensor, post_mix: Tensor, comb: Tensor) -> Tensor:
 
 
 def post_collapsed(output: Tensor, x: Tensor, post_mix: Tensor) -> Tensor:
-    """`r'[k] = post_k * o + x`: the first post, whose comb columns sum to 1 up to eps. [T, H], [T, H], [T, hc] -> [T, hc, H]."""
+    """`r'[k] = post_k * o + x`: the first post, its comb columns sum to 1 up to eps. -> [T, hc, H]."""
     dtype = post_mix.dtype
     return post_mix.unsqueeze(-1) * output.to(dtype).unsqueeze(-2) + x.to(dtype).unsqueeze(-2)
 
@@ -136,7 +137,13 @@ def head(r: Tensor, fn: Tensor, scale: Tensor, base: Tensor, config: MHCConfig) 
 
 
 def pre_delayed(
-    r: Tensor, previous_pre: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_weight: Tensor | None, config: MHCConfig
+    r: Tensor,
+    previous_pre: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    norm_weight: Tensor | None,
+    config: MHCConfig,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """DeepSeek-V4.1's delayed pre: the collapse uses the *previous* sub-layer's pre mix `previous_pre` [T, hc]."""
     pre_mix, post_mix, comb = gates(mixes(r.flatten(1), fn, config.rms_eps), scale, base, config)

@@ -43,7 +43,8 @@ class TokenTable:
         """
         vocab, hc = embedding.shape[0], config.hc_mult
         sizes = (hc, hc * hc, 2)
-        table = cls(*(torch.empty(vocab, n, dtype=FP32, device=embedding.device) for n in sizes), config)
+        post, comb, factor = (torch.empty(vocab, n, dtype=FP32, device=embedding.device) for n in sizes)
+        table = cls(post, comb, factor, config)
         table.refresh(embedding, fn_broadcast, scale, base)
         return table
 
@@ -124,24 +125,26 @@ def pre_from_table(
     if (token_ids is None) == (inputs_embeds is None):
         raise ValueError("exactly one of token_ids and inputs_embeds must be given")
     if token_ids is None:
-        assert inputs_embeds is not None and table.weights is not None
+        assert inputs_embeds is not None
+        assert table.weights is not None
         out = pre_broadcast(inputs_embeds, *table.weights, norm_weight, config, collapse=collapse)
         if isinstance(out, CollapsedOutput):
             return PreOutput(inputs_embeds, out.post, None, out.layer_input)
         return out
 
     def checks() -> None:
-        specs = {"embedding": (embedding, BF16, ("V", config.hidden_size))}
-        check(dims := {}, embedding.device, **specs)
-        specs = {"token_ids": (token_ids, torch.int64, ("T",)), "table.post": (table.post, FP32, ("V", config.hc_mult))}
+        dims: dict[str, int] = {}
+        device = embedding.device
+        check(dims, device, embedding=(embedding, BF16, ("V", config.hidden_size)))
+        check(dims, device, token_ids=(token_ids, torch.int64, ("T",)))
+        check(dims, device, **{"table.post": (table.post, FP32, ("V", config.hc_mult))})
         if norm_weight is not None:
-            specs["norm_weight"] = (norm_weight, BF16, (config.hidden_size,))
-        check(dims, embedding.device, **specs)
+            check(dims, device, norm_weight=(norm_weight, BF16, (config.hidden_size,)))
 
     if check_ids:
         checks()
         table.check_ids(token_ids)
-    if _direct(token_ids, embedding):
+    if _direct(token_ids, embedding, *table.tensors, norm_weight):
         out = _launch(checks, cuda.gather, token_ids, embedding, table.tensors, norm_weight, config, collapse)
     else:
         checks()
@@ -162,7 +165,7 @@ def pre_noise_rows(
     norm_weight: Tensor | None,
     config: MHCConfig,
 ) -> PreOutput:
-    """The first pre of DSpark blocks `[anchor, noise, .., noise]`: the noise row is computed once, not k - 1 times each.
+    """The first pre of DSpark blocks `[anchor, noise, .., noise]`: the noise row is computed once for all of them.
 
     Args:
         anchors: [R, H] bf16, the embedding of each request's anchor.

@@ -51,7 +51,9 @@ def pre_broadcast(x: Tensor, fn_broadcast: Tensor | None, site: Site, config: MH
     if uses_ops(x):
         if fn_broadcast is None:
             raise ValueError("fn_broadcast must be the derived weight in inference, got None")
-        return ops.pre_broadcast(x, fn_broadcast, site.scale, site.base, site.norm_weight, config)
+        out = ops.pre_broadcast(x, fn_broadcast, site.scale, site.base, site.norm_weight, config)
+        assert isinstance(out, PreOutput)  # not collapsed
+        return out
     with _full_precision(x):
         folded = reference.fold(site.fn, config.hc_mult) if fn_broadcast is None else fn_broadcast
         _, post_mix, comb, y = reference.pre_broadcast(x, folded, site.scale, site.base, None, config)
@@ -64,6 +66,7 @@ def post(output: Tensor, mix: PreOutput) -> Tensor:
     if uses_ops(mix.residual):
         return ops.post(output, mix.residual, mix.post, mix.comb)
     with _full_precision(output):
+        assert mix.comb is not None  # the streams are materialised
         streams = reference.post(output, mix.residual, mix.post.squeeze(-1), mix.comb)
         return streams.to(mix.residual.dtype)
 

@@ -7,7 +7,7 @@ from mhc.kernels.parts import WARPS, sync_workers
 
 @T.macro
 def dot_tile_fma(plan, tile_smem, fn, w, stage, parity, rank, tid):
-    """stage[parity, t, :] = this block's share of `x @ fn.T` and `sum(x^2)`: a warp dots its rows of `fn`, kept in w."""
+    """stage[parity, t, :] = the block's share of `x @ fn.T` and `sum(x^2)`; a warp dots its rows of `fn`, kept in w."""
     lane = tid % 32
     row0 = tid // 32 * plan.warp_rows
     acc = T.alloc_local((plan.tile * plan.warp_rows,), "float32")

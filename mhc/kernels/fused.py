@@ -59,9 +59,7 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
                     if outputs == "collapsed":
                         T.sync_threads(2, THREADS)
                     else:
-                        comb_warp(
-                            plan, part, own, arrived, scale, base, comb, step, rank, t0, tokens, tid - WORKERS
-                        )
+                        comb_warp(plan, part, own, arrived, scale, base, comb, step, rank, t0, tokens, tid - WORKERS)
                 else:
                     load_x(plan, x, xb, rank, t0, tokens, tid)
                     for i in T.unroll(loads):

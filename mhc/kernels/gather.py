@@ -14,7 +14,7 @@ def gather(config: MHCConfig, has_norm: bool, collapsed: bool):
     Args:
         config: shapes and constants.
         has_norm: whether the layer input is RMS-normed (else `weight` is not read).
-        collapsed: residual is x itself [T, 1, H] and no comb is written, else residual [T, hc, H] and comb [T, hc * hc].
+        collapsed: residual is x itself, [T, 1, H], and no comb is written; else [T, hc, H] and [T, hc * hc].
     """
     hidden, hc = config.hidden_size, config.hc_mult
     copies = 1 if collapsed else hc
@@ -66,7 +66,7 @@ def gather(config: MHCConfig, has_norm: bool, collapsed: bool):
                     layer_input[token, col + e] = xb[e]
             if block == 0 and tid < hc:
                 post[token, tid] = T.if_then_else(known, table_post[row, tid], float("nan"))
-            if not collapsed:
+            if not collapsed:  # noqa: SIM102 (known to the compiler, unlike the next)
                 if block == 0 and tid < hc * hc:
                     comb[token, tid] = T.if_then_else(known, table_comb[row, tid], float("nan"))
 

@@ -6,7 +6,7 @@ distributed shared memory: one launch, no workspace, and a summation order that 
 result is bitwise the same at every T and in every variant. Eight warps work on the tile; a ninth computes comb, so that
 Sinkhorn runs beside the stores of its own tile and the loads and dots of the next.
 
-Letters: S = H / 8 columns a block; M mixing rows, here any of pre, post and comb; one more row holds the sum of squares.
+Letters: S = H / 8 columns a block; M mixing rows, here any of pre, post and comb; one more row sums the squares.
 """
 
 from dataclasses import dataclass
@@ -101,7 +101,7 @@ class Plan:
 
 @T.macro
 def send(buffer, count, dst, src, arrived, rank):
-    """Copy `count` floats from flat `src` to flat `dst` of a shared buffer, into block `rank`, whose barrier counts them.
+    """Copy `count` floats from flat `src` to flat `dst` of shared memory, in block `rank`, whose barrier counts them.
 
     The engine that copies carries its own completion: no fence waits for this block's stores to global memory, as a
     cluster barrier would. Each writer of `src` has called `T.fence_proxy_async` and met the caller since.
@@ -127,7 +127,7 @@ def sync_workers():
 
 @T.macro
 def exchange(plan, width, stage, part, arrived, step, rank, tid):
-    """part[parity, rank] on every block of the cluster = stage[parity] [tile, width] of this block; waits for all eight.
+    """part[parity, rank] on every block of the cluster = this block's stage[parity] [tile, width]; waits for all eight.
 
     Both are double-buffered, which suffices: a block sends its next sums only after it has read these.
     """
@@ -171,7 +171,7 @@ def mix(plan, part, sums, pre, factor, scale, base, post, parity, rank, t0, toke
             if lane < hc:
                 # pre = sigmoid(m * scale[0] + base) + pre_eps
                 pre[t, lane] = sigmoid(sums[t, lane] * rstd * scale[0] + base[lane]) + plan.config.pre_eps
-                if plan.rows >= 2 * hc:
+                if plan.rows >= 2 * hc:  # noqa: SIM102 (known to the compiler, unlike the next)
                     # post = post_mult * sigmoid(m * scale[1] + base)
                     if t % CLUSTER == rank and t0 + t < tokens:
                         z = sums[t, hc + lane] * rstd * scale[1] + base[hc + lane]

@@ -8,9 +8,9 @@ def sinkhorn(plan, c):
     """c[hc * hc] logits -> doubly stochastic, one thread a token.
 
     Kept as `diag(u) K diag(v)` with the divisors `a = 1 / u`, `b = 1 / v`: the step `c /= rowsum(c) + eps` is
-    `a_i = sum_j K_ij v_j + eps a_i`. Only the factors change, so no element is rounded more than once, and an approximate
-    reciprocal does no harm: the next step corrects it, and the last iteration divides exactly. Stops when two iterations
-    together changed no bit: then no later pair of them can.
+    `a_i = sum_j K_ij v_j + eps a_i`. Only the factors change, so no element is rounded more than once, and an
+    approximate reciprocal does no harm: the next step corrects it, and the last iteration divides exactly. Stops when
+    two iterations together changed no bit: then no later pair of them can.
     """
     hc = plan.config.hc_mult
     eps = plan.config.sinkhorn_eps

@@ -87,7 +87,7 @@ def dot_tile_tensor(plan, tile_smem, fn, partial, stage, parity, rank, tid):
 
 @T.macro
 def multiply(a, a_at, b, b_at, acc, acc_at):
-    """acc[16 x 8] += a[16 x 8] @ b[8 x 8] in tf32 products and fp32 sums; each lane's registers begin at the offsets."""
+    """acc[16 x 8] += a[16 x 8] @ b[8 x 8] in tf32 products and fp32 sums; a lane's registers begin at the offsets."""
     T.ptx_mma(
         "float32", "m16n8k8", "row", "col", "tf32", "tf32", "fp32", a.data, a_at, b.data, b_at, acc.data, acc_at, False
     )
