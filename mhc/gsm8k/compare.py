@@ -1,4 +1,4 @@
-"""From a recorded evaluation (`python -m mhc gsm8k record`) to the tables that notebook 04 shows."""
+"""From an evaluation (`python -m mhc gsm8k record`, or a live one) to the tables that notebook 04 shows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from mhc.bench.records import caption, find
 from mhc.gsm8k import stats
@@ -15,40 +16,17 @@ from mhc.gsm8k.rows import Record, questions, read
 from mhc.gsm8k.stats import Acceptance, Discordance, Interval
 
 
-class Evaluation:
-    """A recorded evaluation of the miniature pair.
+class Arms:
+    """Question rows of several arms, with the lines that sum them up.
 
     Args:
-        path: the JSONL file.
-
-    Raises:
-        ValueError: the file is no such record.
+        records: `question`, `arm`, `equality`, .. records.
+        k: draft length of the main arms.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.records = read(self.path)
-        self.run = self.records[0]
-        if self.run.get("what") != "gsm8k" or self.run.get("engine") != "mini":
-            raise ValueError(f"{path} is no record of `python -m mhc gsm8k record`: {self.run.get('what')!r}")
-        self.k: int = self.run["k"]
-
-    @classmethod
-    def newest(cls, folder: str | Path) -> Evaluation:
-        """The newest record in `folder`.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
-        paths = [path for path in find(folder, "gsm8k") if read(path)[0].get("engine") == "mini"]
-        if not paths:
-            raise FileNotFoundError(f"no GSM8K record in {folder}: `python -m mhc gsm8k record` on a GPU makes one")
-        return cls(paths[-1])
-
-    @property
-    def caption(self) -> str:
-        """Where and when, and whether it was interrupted."""
-        return caption(self.run) + ("" if self.of("end") else " (interrupted)")
+    def __init__(self, records: Sequence[Record], k: int) -> None:
+        self.records = list(records)
+        self.k = k
 
     def of(self, kind: str, **where: object) -> list[Record]:
         """The lines of a kind whose fields equal `where`, in file order."""
@@ -65,6 +43,45 @@ class Evaluation:
         return sorted((line["arm"] for line in lines), key=lambda arm: (arm != "repeat", arm))
 
 
+class Evaluation(Arms):
+    """A recorded evaluation of the miniature pair.
+
+    Args:
+        path: the JSONL file.
+
+    Raises:
+        ValueError: the file is no such record.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        records = read(self.path)
+        self.run = records[0]
+        if self.run.get("what") != "gsm8k" or self.run.get("engine") != "mini":
+            raise ValueError(f"{path} is no record of `python -m mhc gsm8k record`: {self.run.get('what')!r}")
+        super().__init__(records, self.run["k"])
+
+    @classmethod
+    def newest(cls, folder: str | Path) -> Evaluation:
+        """The newest record in `folder`.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        paths = [path for path in find(folder, "gsm8k") if read(path)[0].get("engine") == "mini"]
+        if not paths:
+            raise FileNotFoundError(
+                f"No GPU run of GSM8K has been recorded in {folder}/ yet: `python -m mhc train target`, "
+                "`python -m mhc train draft` and then `python -m mhc gsm8k record` make one"
+            )
+        return cls(paths[-1])
+
+    @property
+    def caption(self) -> str:
+        """Where and when, and whether it was interrupted."""
+        return caption(self.run) + ("" if self.of("end") else " (interrupted)")
+
+
 class Rows:
     """One arm's questions as arrays; `accepted` is by question and position [N, k]."""
 
@@ -76,6 +93,14 @@ class Rows:
         self.correct = np.array([row["correct"] for row in rows])
         self.invalid = np.array([row["invalid"] for row in rows])
         self.text = np.array([row["text_sha256"] for row in rows])
+
+    def uncounted(self) -> NDArray[np.int64]:
+        """[N] tokens that the counters promise and the answer lacks: 0, or 1 if the last round's own token was cut.
+
+        An answer is the prefill's token, then accepted tokens and one more a round; its end or its limit may come
+        before the last of them.
+        """
+        return 1 + self.drafts + self.accepted.sum(1) - self.tokens
 
     def acceptance(self) -> Acceptance:
         """Totals; the identity of length and rates is asserted on the way."""
@@ -93,7 +118,7 @@ class Rows:
         return Interval(*(float(value) for value in np.quantile(lengths, [0.5, 0.005, 0.995])))
 
 
-def headline(evaluation: Evaluation) -> pd.DataFrame:
+def headline(evaluation: Arms) -> pd.DataFrame:
     """Accuracy and acceptance of each arm at temperature 1 and greedily, with 95 % intervals."""
     table = []
     for temperature in (1.0, 0.0):
@@ -117,7 +142,7 @@ def headline(evaluation: Evaluation) -> pd.DataFrame:
     return pd.DataFrame(table).set_index(["temperature", "arm"])
 
 
-def by_position(evaluation: Evaluation, arm: str) -> pd.DataFrame:
+def by_position(evaluation: Arms, arm: str) -> pd.DataFrame:
     """Acceptance by position at temperature 1: unconditional rate with its interval, and conditional."""
     rows = evaluation.rows(arm)
     acceptance = rows.acceptance()
@@ -144,12 +169,36 @@ class Pairing(NamedTuple):
     correct: Discordance
 
 
-def paired(evaluation: Evaluation, first: str, second: str, temperature: float) -> Pairing:
+def paired(evaluation: Arms, first: str, second: str, temperature: float) -> Pairing:
     """Texts that differ, paired bootstrap of the mean length, exact McNemar of the verdicts."""
     a, b = (evaluation.rows(arm, temperature=temperature) for arm in (first, second))
     length = stats.paired_length_difference((a.drafts, a.accepted.sum(1)), (b.drafts, b.accepted.sum(1)))
     correct = stats.mcnemar_exact(a.correct.tolist(), b.correct.tolist())
     return Pairing(first, second, temperature, int((a.text != b.text).sum()), length, correct)
+
+
+def pairing_table(pairs: Sequence[Pairing]) -> pd.DataFrame:
+    """Pairings as rows."""
+    table = [
+        {
+            f"arm against {pair.first}": pair.second,
+            "temperature": pair.temperature,
+            "texts that differ": pair.differing_texts,
+            "difference of mean length": round(pair.length.value, 4),
+            "95 %": f"{pair.length.low:+.4f} to {pair.length.high:+.4f}",
+            f"right in {pair.first} alone": pair.correct.only_first,
+            "right in the other alone": pair.correct.only_second,
+            "McNemar p": round(pair.correct.p_value, 3),
+        }
+        for pair in pairs
+    ]
+    return pd.DataFrame(table).set_index([f"arm against {pairs[0].first}", "temperature"])
+
+
+def equality(evaluation: Arms) -> pd.DataFrame:
+    """Greedy texts against plain decoding: questions and how many differ, an arm a row."""
+    table = pd.DataFrame(evaluation.of("equality"))
+    return table.assign(differing=table.differing_ids.str.len())[["arm", "questions", "differing"]].set_index("arm")
 
 
 def by_draft_length(evaluation: Evaluation, arm: str = "broadcast") -> pd.DataFrame:

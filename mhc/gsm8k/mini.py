@@ -121,6 +121,13 @@ def run_arm(
     return Outcome(rows, _total(arm, rows, completions, wall_s), texts, [done.tokens for done in completions])
 
 
+def equality(arm: Arm, outcome: Outcome, plain: Outcome) -> Record:
+    """The questions whose tokens differ from plain decoding's."""
+    pairs = zip(outcome.rows, outcome.tokens, plain.tokens, strict=True)
+    differing = [row.id for row, tokens, want in pairs if tokens != want]
+    return {"record": "equality", "arm": arm.name, "questions": len(outcome.rows), "differing_ids": differing}
+
+
 def text_of(pair: Pair, completion: Completion) -> str:
     """The text of a completion, cut at the stop strings as a server would."""
     tokens = completion.tokens[:-1] if completion.tokens[-1:] == [EOS_ID] else completion.tokens

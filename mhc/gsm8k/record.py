@@ -23,7 +23,7 @@ from mhc.dspark.expansion import EXPANSIONS
 from mhc.gsm8k.analysis import calibration, differences
 from mhc.gsm8k.data import SHA256, Problem
 from mhc.gsm8k.journal import Journal
-from mhc.gsm8k.mini import Arm, Outcome, encode_prompts, on_cuda, run_arm, synchronise
+from mhc.gsm8k.mini import Arm, Outcome, encode_prompts, equality, on_cuda, run_arm, synchronise
 from mhc.gsm8k.prompts import MAX_TOKENS, Rule
 
 ARMS = ("repeat", "broadcast")
@@ -138,12 +138,7 @@ def _greedy(run: Any, scope: Scope, folder: str | Path, device: str, journal: Jo
         plain = run(Arm(None, 0, 0.0, width=scope.k + 1, suffix=suffix), pair)
         for expansion in tqdm(EXPANSIONS, desc=f"greedy{suffix}", unit="arm"):
             arm = Arm(expansion, scope.k, 0.0, suffix=suffix)
-            outcome = run(arm, pair)
-            equal = [a == b for a, b in zip(outcome.tokens, plain.tokens, strict=True)]
-            differing = [row.id for row, same in zip(outcome.rows, equal, strict=True) if not same]
-            journal.append(
-                {"record": "equality", "arm": arm.name, "questions": len(equal), "differing_ids": differing}
-            )  # fmt: skip
+            journal.append(equality(arm, run(arm, pair), plain))
 
 
 def throughput(pair: Pair, prompts: Sequence[Sequence[int]], scope: Scope) -> Iterator[dict[str, Any]]:
