@@ -1,6 +1,7 @@
 // CUDA's types and intrinsics, as far as TileLang's generated code uses them, spelled in terms of emulator.h.
 #pragma once
 #include <cmath>
+#include <limits>
 #include <type_traits>
 #include "emulator.h"
 
@@ -66,6 +67,18 @@ struct bfloat16_t {
   static inline bfloat16_t operator op(bfloat16_t a, bfloat16_t b) { return bfloat16_t((float)a op(float) b); }
 EMU_BF16_OPERATOR(+) EMU_BF16_OPERATOR(-) EMU_BF16_OPERATOR(*) EMU_BF16_OPERATOR(/)
 static inline bfloat16_t operator-(bfloat16_t a) { return bfloat16_t(-(float)a); }
+static inline bfloat16_t __ushort_as_bfloat16(ushort u) {
+  bfloat16_t a;
+  a.bits = u;
+  return a;
+}
+static inline ushort __bfloat16_as_ushort(bfloat16_t a) { return a.bits; }
+template <> struct std::numeric_limits<bfloat16_t> {
+  static bfloat16_t infinity() { return __ushort_as_bfloat16(0x7F80); }
+  static bfloat16_t quiet_NaN() { return __ushort_as_bfloat16(0x7FFF); }
+  static bfloat16_t max() { return __ushort_as_bfloat16(0x7F7F); }
+  static bfloat16_t lowest() { return __ushort_as_bfloat16(0xFF7F); }
+};
 typedef bfloat16_t __nv_bfloat16, nv_bfloat16;
 struct alignas(4) __nv_bfloat162 {
   bfloat16_t x, y;
@@ -81,12 +94,6 @@ static inline bfloat16_t __habs(bfloat16_t a) { return bfloat16_t(fabsf(a)); }
 static inline bfloat16_t __hmax(bfloat16_t a, bfloat16_t b) { return bfloat16_t(fmaxf(a, b)); }
 static inline bfloat16_t __hmin(bfloat16_t a, bfloat16_t b) { return bfloat16_t(fminf(a, b)); }
 static inline uint __pack_nv_bfloat162(bfloat16_t a, bfloat16_t b) { return (uint)b.bits << 16 | a.bits; }
-static inline ushort __bfloat16_as_ushort(bfloat16_t a) { return a.bits; }
-static inline bfloat16_t __ushort_as_bfloat16(ushort u) {
-  bfloat16_t a;
-  a.bits = u;
-  return a;
-}
 
 // ---- arithmetic ----
 

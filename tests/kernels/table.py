@@ -50,6 +50,14 @@ class Problem:
         """The first `tokens` rows."""
         return replace(self, **{name: getattr(self, name)[:tokens].clone() for name in self.PER_TOKEN})
 
+    def with_nan(self, row: int) -> Problem:
+        """Another problem, every input of one row NaN, its id outside the vocabulary."""
+        spoilt = self.rows(len(self.x))
+        for name in ("x", "residual", "output"):
+            getattr(spoilt, name)[row].fill_(torch.nan)
+        spoilt.ids[row] = len(self.embedding)
+        return spoilt
+
     def to(self, dtype: torch.dtype) -> Problem:
         """The same numbers in the dtype of a reference."""
         tensors = [f.name for f in fields(self) if f.name not in ("config", "ids")]
@@ -132,7 +140,7 @@ def broadcast_op(impl: str, norm: bool, launches: int) -> Op:
 
 def collapsed_op(norm: bool) -> Op:
     def value(p: Problem, _: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        _, post, _, y = _pre_broadcast(p, norm)
+        post, y = _pre_broadcast(p, norm)[1::2]
         return post.squeeze(-1), y
 
     return Op(
@@ -148,11 +156,12 @@ def table_op(collapsed: bool) -> Op:
 
     def call(p: Problem) -> tuple[Tensor, ...]:
         vocab, hc = p.x.shape[0], p.config.hc_mult
-        table = tuple(p.x.new_empty(vocab, n, dtype=torch.float32) for n in (hc, hc * hc, 2))
+        post, comb, factor = (p.x.new_empty(vocab, n, dtype=torch.float32) for n in (hc, hc * hc, 2))
+        table = (post, comb, factor)
         cuda.table_rows(p.x, p.fn_broadcast, p.scale, p.base, p.config, table)
         ids = torch.arange(vocab, device=p.x.device)
-        residual, post, comb, layer_input = cuda.gather(ids, p.x, table, p.norm_weight, p.config, collapsed)
-        return (residual, post, layer_input) if collapsed else (residual, post, comb, layer_input)
+        got = cuda.gather(ids, p.x, table, p.norm_weight, p.config, collapsed)
+        return (got[0], got[1], got[3]) if collapsed else got
 
     def value(p: Problem, _: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         residual, post, comb, y = _pre_broadcast(p, True)
@@ -161,25 +170,6 @@ def table_op(collapsed: bool) -> Op:
     return Op(
         f"table{'-collapsed' if collapsed else ''}", call, value, (None, 0, 2) if collapsed else (None, 0, 0, 2), 2
     )
-
-
-def _collapsed(p: Problem) -> tuple[Tensor, Tensor]:
-    _, post, _, y = _pre_broadcast(p, True)
-    return post.squeeze(-1), y
-
-
-def _table(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    pre, post, comb, _ = reference.pre_broadcast(p.x, p.fn_broadcast, p.scale, p.base, None, p.config)
-    total = pre.sum(-1)
-    rstd = torch.rsqrt(total.square() * p.x.to(total.dtype).square().mean(-1) + p.config.norm_eps)
-    return post, comb.flatten(1), torch.stack((total, rstd), -1)
-
-
-def _call_table(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    hc = p.config.hc_mult
-    out = tuple(torch.empty(len(p.x), n, device=p.x.device) for n in (hc, hc * hc, 2))
-    cuda.table_rows(p.x, p.fn_broadcast, p.scale, p.base, p.config, out)
-    return out
 
 
 def gather_op(norm: bool, collapsed: bool) -> Op:
@@ -248,13 +238,6 @@ OPS = (
     broadcast_op("fused", False, 1),
     broadcast_op("two_launch", True, 2),
     broadcast_op("two_launch", False, 2),
-    Op(
-        "pre_collapsed",
-        lambda p: cuda.pre_collapsed(p.x, p.fn_broadcast, p.scale, p.base, p.norm_weight, p.config),
-        lambda p, _: _collapsed(p),
-        (0, 2),
-    ),
-    Op("table", _call_table, lambda p, _: _table(p), (0, 0, 0)),
     gather_op(True, False),
     gather_op(False, False),
     gather_op(True, True),

@@ -104,10 +104,7 @@ def test_a_row_is_bitwise_the_same_at_every_t(case: Case, on_emulator: EmulatedL
 @cases((65,), SMALL)
 def test_a_nan_stays_in_its_row(case: Case, on_emulator: EmulatedLaunch) -> None:
     clean = inputs(case.hidden).rows(65)
-    dirty = clean.rows(65)
-    for name in ("x", "residual", "output"):
-        getattr(dirty, name)[9].fill_(torch.nan)
-    dirty.ids[9] = len(dirty.embedding)  # outside the vocabulary
+    dirty = clean.with_nan(9)
     others = torch.arange(65) != 9
     for a, b in zip(case.op.call(clean), case.op.call(dirty), strict=True):
         assert torch.equal(bits(a[others]), bits(b[others]))
