@@ -113,6 +113,26 @@ def wrong(*arguments, **options):
 mhc.pre_broadcast = mhc.ops.pre_broadcast = wrong
 """
 
+EVERY_DRAFT_IS_ACCEPTED = """
+from mhc.dspark import rounds
+
+right = rounds.verify
+
+def wrong(logits, proposal, length, *rest):
+    verdict = right(logits, proposal, length, *rest)
+    return verdict._replace(tokens=proposal.tokens[:, [*range(proposal.tokens.shape[1]), -1]], accepted=length)
+
+rounds.verify = wrong
+"""
+
+FINISHED_REQUESTS_COUNT_ROUNDS = """
+import torch
+from mhc.dspark.batch import Batch
+
+right = Batch.record
+Batch.record = lambda self, was_live, *rest: right(self, torch.ones_like(was_live), *rest)
+"""
+
 MUTATIONS: list[Mutation] = [
     Mutation("01", "fold-drops-a-stream", WRONG_FOLD),
     Mutation("01", "fold-plain-fp64", PLAIN_FOLD),
@@ -125,4 +145,7 @@ MUTATIONS: list[Mutation] = [
     Mutation("02", "norm-rounds-y", NORM_ROUNDS_Y),
     Mutation("02", "op-off-by-a-millionth", OP_OFF_BY_A_MILLIONTH),
     Mutation("03", "floor-counts-bytes-twice", WRONG_FLOOR),
+    Mutation("04", "fold-drops-a-stream", WRONG_FOLD),
+    Mutation("04", "every-draft-is-accepted", EVERY_DRAFT_IS_ACCEPTED),
+    Mutation("04", "finished-requests-count-rounds", FINISHED_REQUESTS_COUNT_ROUNDS),
 ]
