@@ -15,6 +15,7 @@ from torch import Tensor
 
 import mhc
 from mhc import reference
+from mhc.bench.work import BLOCK_TOKENS
 from mhc.config import MHCConfig
 from mhc.weights import fold
 
@@ -57,6 +58,23 @@ class Buffers:
     def x(self) -> Tensor:
         """[T, H] bf16, the embeddings of `token_ids`."""
         return self._inputs.embedding[self.token_ids]
+
+    @cached_property
+    def anchors(self) -> Tensor:
+        """[T / k, H] bf16, the first row of every block of `blocks`."""
+        return self.x[::BLOCK_TOKENS].contiguous()
+
+    @property
+    def noise(self) -> Tensor:
+        """[H] bf16, the embedding of the noise token, the vocabulary's last; shared by all buffer sets."""
+        return self._inputs.embedding[-1]
+
+    @property
+    def blocks(self) -> Tensor:
+        """[T, H] bf16, blocks of an anchor and the noise token k - 1 times; T is a multiple of k."""
+        rows = self.noise.repeat(self._tokens, 1)
+        rows[::BLOCK_TOKENS] = self.anchors
+        return rows
 
     @cached_property
     def output(self) -> Tensor:

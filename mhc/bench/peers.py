@@ -8,6 +8,7 @@ module takes the place of `vllm._C_stable_libtorch` where that is absent.
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
 import types
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 from mhc.config import MHCConfig
+
+VLLM_OPS = "vllm._C_stable_libtorch"
 
 
 class Absent(RuntimeError):
@@ -34,10 +37,10 @@ def vllm() -> Any:
     """
     if importlib.util.find_spec("vllm") is None:
         raise Absent("vllm is not installed: see `python -m mhc bench wheels peers`")
-    stub = "vllm._C_stable_libtorch"
     try:
-        if stub not in sys.modules and importlib.util.find_spec(stub) is None:
-            sys.modules[stub] = types.ModuleType(stub)
+        # before any of vLLM: the package imports its CUDA platform, and that its compiled ops
+        for name in stubs():
+            sys.modules.setdefault(name, types.ModuleType(name))
         module = importlib.import_module("vllm.model_executor.kernels.mhc.tilelang")
         importlib.import_module("vllm.model_executor.kernels.mhc.tilelang_kernels")
         supported = importlib.import_module("vllm.utils.deep_gemm").is_deep_gemm_supported()
@@ -46,6 +49,14 @@ def vllm() -> Any:
     if not supported:
         raise Absent("vllm's vendored DeepGEMM does not load: its extension or a CUDA toolkit (CUDA_HOME) is missing")
     return module
+
+
+def stubs() -> dict[str, str]:
+    """The modules of vLLM that an empty one stands in for here, as they are named in a record beside its versions."""
+    package = importlib.util.find_spec("vllm")
+    if package is None or importlib.machinery.PathFinder.find_spec(VLLM_OPS, package.submodule_search_locations):
+        return {}
+    return {VLLM_OPS: "an empty module in its place"}
 
 
 def _constants(config: MHCConfig) -> tuple[float, float, float, float, int]:

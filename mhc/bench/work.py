@@ -29,7 +29,7 @@ POST_PRE_IMPLS = ("vllm_post_pre", "torch_compile", "mhc_post_pre", "floor_copy"
 # the pair is named after its first half; its second is of the same family
 PAIR_IMPLS = ("vllm_repeat", "vllm_broadcast", "mhc_fused", "mhc_table", "mhc_collapsed", "floor_copy")
 IMPLS = {"first_pre": FIRST_IMPLS, "post_pre": POST_PRE_IMPLS, "first_pre_then_post_pre": PAIR_IMPLS}
-BLOCK_TOKENS = 8  # DSpark block: one anchor and seven noise tokens
+BLOCK_TOKENS = 7  # k rows of a DSpark block: an anchor, then the noise token k - 1 times
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,19 @@ def _first_pre(impl: str, t: int, h: int, hc: int, iters: int) -> Work:
             barriers=2 if impl == "mhc_repeat" else 0,
             sinkhorns=iters,
             projected=t * hc * h,
+        )
+    if impl == "mhc_noise_rows":
+        # anchors and one noise row are put together, become a table of their own, and are looked up by made-up ids
+        rows_made = t // BLOCK_TOKENS + 1
+        own, entries = BF16 * rows_made * h, FP32 * rows_made * (2 + hc + hc * hc)
+        return Work(
+            2 * own + fn_b + x + looked_up + norm,
+            own + entries + INT64 * t + hc * x + x + mixes,
+            2 * rows_made * h * (rows + 1) + 2 * t * h + rows_made * (8 * rows + 4 * hc * hc * iters),
+            6,
+            barriers=2,
+            sinkhorns=iters,
+            projected=rows_made * h,
         )
     two = impl in ("vllm_broadcast", "mhc_two_launch", "torch_compile")
     flops = 2 * t * h * (rows + 1) + 5 * t * h + gates

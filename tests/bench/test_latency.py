@@ -155,12 +155,84 @@ def small():
 
 
 @pytest.mark.parametrize(
-    ("op", "impl"), [("first_pre", "mhc_repeat"), ("first_pre", "mhc_two_launch"), ("post_pre", "mhc_post_pre")]
+    ("op", "impl"),
+    [
+        ("first_pre", "mhc_repeat"),
+        ("first_pre", "mhc_two_launch"),
+        ("first_pre", "mhc_noise_rows"),
+        ("post_pre", "mhc_post_pre"),
+        ("first_pre_then_post_pre", "mhc_fused"),
+        ("first_pre_then_post_pre", "mhc_table"),
+        ("first_pre_then_post_pre", "mhc_collapsed"),
+    ],
 )
 def test_implementations_agree_with_fp64_before_they_are_timed(small, op, impl):
-    calls, error = impls.prepare(small, op, impl, tokens=5, sets=3)
+    calls, error = impls.prepare(small, op, impl, tokens=14, sets=3)
     assert len(calls) == 3
     assert 0 < error < 1e-5
+
+
+def test_noise_rows_take_whole_blocks(small):
+    with pytest.raises(impls.Skip, match="T = 64 is no multiple") as skip:
+        impls.prepare(small, "first_pre", "mhc_noise_rows", 64, 1)
+    assert skip.value.status == "skipped"
+    b = small.buffers(14, 1)[0]
+    assert torch.equal(b.blocks[::7], b.x[::7])
+    assert torch.equal(b.blocks[8:14], small.embedding[-1].expand(6, -1))
+
+
+def rounded_elsewhere(streams):
+    """Streams whose every third element is the bf16 neighbour that a slightly different sum rounds to."""
+    bits = streams.view(torch.int16).clone()
+    bits.view(-1)[::3] += 1
+    return bits.view(torch.bfloat16)
+
+
+def replay(post_pre, change):
+    """`post_pre` whose new streams are changed, and whose pre reads the changed ones."""
+
+    def call(output, residual, post, comb, *weights):
+        streams = change(post_pre(output, residual, post, comb, *weights).residual)
+        return (streams, *impls.mhc.ops.pre(streams, *weights)[1:])
+
+    return call
+
+
+def test_a_next_pre_is_held_to_the_streams_that_it_read(small, monkeypatch):
+    post_pre = impls.mhc.post_pre
+    b = small.buffers(14, 1)[0]
+    truth = impls._next_expected("post_pre", small, b, b.streams, 5e-5)[0]
+
+    def to_the_other_side(streams):  # still within one rounding of the exact value
+        up = rounded_elsewhere(streams)
+        keep = (up.double() - truth).abs() <= impls.ROUNDING_BF16 * truth.abs()
+        return torch.where(keep, up, streams)
+
+    monkeypatch.setattr(impls.mhc, "post_pre", replay(post_pre, to_the_other_side))
+    rounded = truth.to(torch.bfloat16)
+    assert not torch.equal(to_the_other_side(rounded), rounded)
+    _, error = impls.prepare(small, "post_pre", "mhc_post_pre", 14, 1)
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize("op", ["post_pre", "first_pre_then_post_pre"])
+def test_streams_off_by_more_than_a_rounding_are_never_timed(small, monkeypatch, op):
+    impl = "mhc_post_pre" if op == "post_pre" else "mhc_fused"
+    monkeypatch.setattr(impls.mhc, "post_pre", replay(impls.mhc.post_pre, lambda s: s + s.abs() * 2**-6))
+    with pytest.raises(impls.Skip, match="streams is off") as skip:
+        impls.prepare(small, op, impl, 14, 1)
+    assert skip.value.status == "failed"
+
+
+@pytest.mark.parametrize("change", [lambda s: s[:, :2], lambda s: s * float("nan")])
+def test_streams_of_another_shape_or_nan_are_never_timed(small, monkeypatch, change):
+    def call(*args):
+        out = impls.mhc.ops.post_pre(*args)
+        return (change(out.residual), *out[1:])
+
+    monkeypatch.setattr(impls.mhc, "post_pre", call)
+    with pytest.raises(impls.Skip, match="streams"):
+        impls.prepare(small, "post_pre", "mhc_post_pre", 14, 1)
 
 
 def test_a_wrong_or_unwritten_output_is_never_timed(small, monkeypatch):
@@ -177,7 +249,7 @@ def test_a_wrong_or_unwritten_output_is_never_timed(small, monkeypatch):
 
 def test_check_rejects_a_transposed_comb(small):
     b = small.buffers(4, 1)[0]
-    _, post, comb, y = impls._first_expected(small, b)
+    _, post, comb, y = impls._first_expected(small, b.x)
     with pytest.raises(impls.Skip, match="comb"):
         impls.check((None, post.float(), comb.transpose(1, 2).float(), y.bfloat16()), (None, post, comb, y), 1e-4)
 
