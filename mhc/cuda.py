@@ -50,6 +50,8 @@ def pre_collapsed(
     x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_weight: Tensor | None, config: MHCConfig
 ) -> tuple[Tensor, Tensor]:
     tokens = x.shape[0]
+    if not fn.shape[0] == base.shape[0] == config.mix_rows:  # the kernel sees only those that it needs
+        raise ValueError(f"fn and base must have {config.mix_rows} rows, got {fn.shape[0]} and {base.shape[0]}")
     post, _, layer_input = _outputs(x, tokens, config)
     if tokens:
         rows = 2 * config.hc_mult

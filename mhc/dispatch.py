@@ -12,6 +12,7 @@ from mhc import cuda, reference
 from mhc.config import MHCConfig
 
 BF16, FP32 = torch.bfloat16, torch.float32
+CHUNK_ROWS = 8192  # of an embedding at a time, on CPU
 
 
 @torch.library.custom_op("mhc::pre", mutates_args=())
@@ -92,6 +93,44 @@ def _(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[0], int(constants[0]), dtype=FP32), torch.empty_like(x)
+
+
+@torch.library.custom_op("mhc::table_rows", mutates_args={"post", "comb", "factor"})
+def _table_rows(
+    embedding: Tensor,
+    fn_broadcast: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    factor: Tensor,
+    constants: list[float],
+) -> None:
+    config = MHCConfig.from_constants(embedding.shape[-1], constants)
+    if embedding.is_cuda:
+        cuda.table_rows(embedding, fn_broadcast, scale, base, config, (post, comb, factor))
+        return
+    for start in range(0, embedding.shape[0], CHUNK_ROWS):
+        rows = slice(start, start + CHUNK_ROWS)
+        x = embedding[rows]
+        pre_mix, post_mix, comb_mix, _ = reference.pre_broadcast(x, fn_broadcast, scale, base, None, config)
+        p = pre_mix.sum(-1)
+        rstd = torch.rsqrt(p.square() * x.float().square().mean(-1) + config.norm_eps)
+        post[rows], comb[rows], factor[rows] = post_mix, comb_mix.flatten(1), torch.stack((p, rstd), -1)
+
+
+@_table_rows.register_fake
+def _(
+    embedding: Tensor,
+    fn_broadcast: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    factor: Tensor,
+    constants: list[float],
+) -> None:
+    pass
 
 
 @torch.library.custom_op("mhc::gather", mutates_args=())

@@ -58,7 +58,12 @@ def many_streams(config: MHCConfig, tokens: int) -> Variant:
     hc, rows, cols = config.hc_mult, config.mix_rows, config.hidden_size // 8
     width = -(-(rows + 1) // 4) * 4
     token_bytes = 2 * (hc * cols + 16) + 2 * (1 + hc) * cols + 4 * (8 * rows + 2 * 9 * (width + 4) + 3 * width)
-    return _pick(MANY_STREAMS, tokens, 224_000 // token_bytes)
+    most = 224_000 // token_bytes
+    if not most:
+        raise ValueError(
+            f"hidden_size must leave room for a token in shared memory, got {config.hidden_size} with hc_mult {hc}"
+        )
+    return _pick(MANY_STREAMS, tokens, most)
 
 
 def _pick(variants: tuple[Variant, ...], tokens: int, most_tile: int) -> Variant:
@@ -118,7 +123,7 @@ def kernel(device: int, name: str, *args: Any) -> Callable[..., None]:
 
 
 def reachable(config: MHCConfig, max_tokens: int) -> list[tuple[Any, ...]]:
-    """(name, factory arguments) of every kernel that the ops can launch for `config`, 1 to `max_tokens` tokens, any table."""
+    """(name, factory arguments) of every kernel that the ops can launch for `config` and 1 to `max_tokens` tokens."""
     # a pick changes only where a variant ends; the rows of a table are a vocabulary, not tokens
     starts = {1, *(int(v.most) + 1 for v in (*ONE_STREAM, *MANY_STREAMS) if v.most != float("inf"))}
     kernels: dict[tuple[Any, ...], None] = {}

@@ -230,6 +230,7 @@ def _check_pre(device: torch.device, config: MHCConfig, norm_weight: Tensor | No
     specs = {
         "residual": (BF16, ("T", hc, hidden)),
         "x": (BF16, ("T", hidden)),
+        "embedding": (BF16, ("V", hidden)),
         "fn": (FP32, (rows, hc * hidden)),
         "fn_broadcast": (FP32, (rows, hidden)),
         "scale": (FP32, (3,)),

@@ -5,18 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mhc import cuda, reference
+from mhc import cuda
 from mhc.checks import check
 from mhc.config import MHCConfig
 from mhc.ops import BF16, FP32, CollapsedOutput, PreOutput, _check_pre, _direct, _launch, pre_broadcast
-
-CHUNK_ROWS = 8192  # of the embedding at a time, on CPU
 
 
 class TokenTable:
     """post, comb and the layer input's two factors of every vocabulary entry.
 
-    Derived like `BroadcastWeight`: made after loading, refreshed in place after every refit, never saved.
+    Derived like `BroadcastWeight`: made after loading, refreshed in place after every refit, never saved, no gradient.
 
     Attributes:
         post: [V, hc] fp32.
@@ -43,7 +41,9 @@ class TokenTable:
         """
         vocab, hc = embedding.shape[0], config.hc_mult
         sizes = (hc, hc * hc, 2)
-        post, comb, factor = (torch.empty(vocab, n, dtype=FP32, device=embedding.device) for n in sizes)
+        # a tensor born in inference mode could not be refreshed outside of it
+        with torch.inference_mode(False):
+            post, comb, factor = (torch.empty(vocab, n, dtype=FP32, device=embedding.device) for n in sizes)
         table = cls(post, comb, factor, config)
         table.refresh(embedding, fn_broadcast, scale, base)
         return table
@@ -54,21 +54,14 @@ class TokenTable:
         Raises:
             ValueError: as `build`, or the vocabulary has another size.
         """
-        _check_pre(embedding.device, self.config, None, x=embedding, fn_broadcast=fn_broadcast, scale=scale, base=base)
+        _check_pre(
+            self.post.device, self.config, None, embedding=embedding, fn_broadcast=fn_broadcast, scale=scale, base=base
+        )
         if embedding.shape[0] != self.post.shape[0]:
             raise ValueError(f"embedding must have the table's {self.post.shape[0]} rows, got {embedding.shape[0]}")
         self.weights = (fn_broadcast, scale, base)
-        if embedding.is_cuda:
-            cuda.table_rows(embedding, fn_broadcast, scale, base, self.config, self.tensors)
-            return
-        for start in range(0, embedding.shape[0], CHUNK_ROWS):
-            rows = slice(start, start + CHUNK_ROWS)
-            x = embedding[rows]
-            pre, post, comb, _ = reference.pre_broadcast(x, fn_broadcast, scale, base, None, self.config)
-            p = pre.sum(-1)
-            mean = x.float().square().mean(-1)
-            self.post[rows], self.comb[rows] = post, comb.flatten(1)
-            self.factor[rows] = torch.stack((p, torch.rsqrt(p.square() * mean + self.config.norm_eps)), -1)
+        with torch.no_grad():
+            torch.ops.mhc.table_rows(embedding, *self.weights, *self.tensors, self.config.constants())
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,7 +167,7 @@ def pre_noise_rows(
         fn_broadcast, scale, base, norm_weight, config: as `pre_broadcast`.
 
     Returns:
-        PreOutput of R * k rows, request by request.
+        PreOutput of R * k rows, request by request; no gradient.
 
     Raises:
         ValueError: a dtype, shape, stride or device does not fit.
