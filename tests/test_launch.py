@@ -1,0 +1,184 @@
+"""Which kernel and variant an op asks for, without compiling any: warm-up knows them all, and they fit the machine."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.builds import lowered
+from kernels.table import OPS, problem
+
+from mhc import MHCConfig, launch, warmup
+from mhc.launch import MANY_STREAMS, ONE_STREAM
+
+MOST_SHARED_BYTES = 227 * 1024  # of a block, on sm_90
+MOST_CLUSTERS = 30
+LIMITS = sorted({int(v.most) for v in (*ONE_STREAM, *MANY_STREAMS) if v.most != float("inf")})
+BOUNDARIES = (*sorted({1, *(t + step for t in LIMITS for step in (0, 1))}), 8192)
+PICKS = (launch.one_stream, launch.many_streams)
+Name = tuple[Any, ...]  # of a kernel: its name and its factory's arguments
+
+
+@functools.cache
+def asked_for(config: MHCConfig) -> dict[int, set[Name]]:
+    """The kernels that any op asks for, by number of tokens; meta tensors, so that large H costs nothing."""
+    names: set[Name] = set()
+
+    def note(device: int, *name: Any) -> Callable[..., None]:
+        names.add(name)
+        return lambda *tensors: None
+
+    most, found = problem(config, BOUNDARIES[-1], device="meta"), {}
+    with mock.patch.object(launch, "kernel", note):
+        for tokens in BOUNDARIES:
+            rows = most.rows(tokens)
+            for op in OPS:
+                op.call(rows)
+            found[tokens], names = names, set()
+    return found
+
+
+@functools.cache
+def asked_up_to(config: MHCConfig, max_tokens: int) -> set[Name]:
+    return set().union(*(names for tokens, names in asked_for(config).items() if tokens <= max_tokens))
+
+
+def with_norm(names: set[Name]) -> set[Name]:
+    """The names, whichever of the two forms each stood for."""
+    return {tuple(True if part is False else part for part in name) for name in names}
+
+
+@pytest.mark.parametrize("hc", range(2, 9))
+@pytest.mark.parametrize("hidden", [64, 4096])
+def test_warmup_knows_every_kernel_that_an_op_asks_for(hidden: int, hc: int) -> None:
+    config = MHCConfig(hidden, hc)
+    for max_tokens in BOUNDARIES:
+        known = launch.reachable(config, max_tokens)
+        assert len(known) == len(set(known))
+        assert asked_up_to(config, max_tokens) <= set(known), max_tokens
+
+
+@pytest.mark.parametrize("hc", [2, 4, 8])
+def test_warmup_compiles_nothing_that_is_never_asked_for(hc: int) -> None:
+    config = MHCConfig(4096, hc)
+    tables = {name for name in launch.reachable(config, 1) if name[-1] == "table"}  # of a vocabulary of any size
+    for max_tokens in (1, 16, 8192):
+        unused = set(launch.reachable(config, max_tokens)) - tables - asked_up_to(config, max_tokens)
+        # not every op is called without a norm here
+        assert with_norm(unused) <= with_norm(asked_up_to(config, max_tokens))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 40, 8192])
+def test_a_forgotten_kernel_is_noticed(max_tokens: int) -> None:
+    config = MHCConfig.v4_flash()
+    asked, known = asked_up_to(config, max_tokens), launch.reachable(config, max_tokens)
+    for forgotten in asked:
+        assert not asked <= {name for name in known if name != forgotten}
+
+
+def test_a_table_may_have_more_rows_than_a_call_has_tokens() -> None:
+    config = MHCConfig.v4_flash()
+    tables = {name for names in asked_for(config).values() for name in names if name[-1] == "table"}
+    assert len(tables) > 1
+    assert tables <= set(launch.reachable(config, 1))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from([64, 2880, 4096, 7168]), st.integers(2, 8), st.integers(1, 10_000))
+def test_a_pick_changes_at_the_boundaries_alone(hidden: int, hc: int, tokens: int) -> None:
+    config = MHCConfig(hidden, hc)
+    begins = max(t for t in BOUNDARIES if t <= tokens) if tokens < 8192 else 8192
+    for pick, variants_ in zip(PICKS, (ONE_STREAM, MANY_STREAMS), strict=True):
+        assert pick(config, tokens) == pick(config, begins)
+        assert pick(config, tokens) in variants_
+
+
+def test_more_tokens_never_take_a_smaller_tile() -> None:
+    for (hidden, hc), pick in itertools.product(itertools.product((64, 4096, 7168), range(2, 9)), PICKS):
+        tiles = [pick(MHCConfig(hidden, hc), tokens).tile for tokens in BOUNDARIES]
+        assert tiles == sorted(tiles)
+        assert tiles[0] == 1
+
+
+def test_no_variant_has_more_clusters_than_run_at_once() -> None:
+    assert max(v.clusters for v in (*ONE_STREAM, *MANY_STREAMS)) <= MOST_CLUSTERS
+    # up to a variant's last token every cluster has one tile to do
+    for v in (*ONE_STREAM, *MANY_STREAMS):
+        assert v.most == float("inf") or v.most <= v.tile * v.clusters
+
+
+def test_streams_too_wide_for_shared_memory_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"hidden_size must leave room .* got 131072 with hc_mult 8"):
+        launch.many_streams(MHCConfig(131072, 8), 1)
+
+
+@pytest.mark.parametrize(("hidden", "hc"), [(4096, 4), (5120, 4), (7168, 4), (4096, 8), (5120, 8), (7168, 8)])
+def test_the_widest_tile_fits_into_shared_memory(hidden: int, hc: int) -> None:
+    config = MHCConfig(hidden, hc)
+    widest = launch.many_streams(config, 8192)
+    (kernel,) = lowered(("streams", config, widest.tile, widest.clusters, True, "post_pre")).kernels
+    used = kernel.dynamic_shared
+    assert used <= MOST_SHARED_BYTES
+    # and the estimate that picks it is not far off, or tiles would be smaller than they could be
+    wider = [v for v in MANY_STREAMS if v.tile > widest.tile]
+    if wider:
+        assert used / widest.tile * wider[0].tile > 0.95 * MOST_SHARED_BYTES
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[Name]]:
+    """The kernels that are asked for on a machine that says it has a GPU."""
+    asked: list[Name] = []
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "current_device", return_value=3),
+        mock.patch.object(launch, "kernel", lambda *name: asked.append(name)),
+    ):
+        yield asked
+
+
+def test_warmup_compiles_what_is_reachable(compiled: list[Name]) -> None:
+    config = MHCConfig.mini()
+    for device, used in ((None, 3), (1, 1)):
+        compiled.clear()
+        assert warmup(config, 64, device) == len(compiled)
+        assert compiled == [(used, *name) for name in launch.reachable(config, 64)]
+
+
+@pytest.mark.parametrize("max_tokens", [0, -5])
+def test_warmup_for_no_tokens_is_refused(max_tokens: int) -> None:
+    with pytest.raises(ValueError, match=f"max_tokens must be at least 1, got {max_tokens}"):
+        warmup(MHCConfig.mini(), max_tokens)
+
+
+def test_warmup_without_a_gpu_says_so() -> None:
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        pytest.raises(RuntimeError, match="none is visible: run it on the GPU host"),
+    ):
+        warmup(MHCConfig.mini(), 1)
+
+
+def test_an_older_gpu_is_named() -> None:
+    launch.target.cache_clear()
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)),
+        mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA A100"),
+        pytest.raises(RuntimeError, match=r"compute capability 9\.0 .*, NVIDIA A100 has 8\.0"),
+    ):
+        launch.target(0)
+
+
+@pytest.mark.parametrize(("capability", "arch"), [((9, 0), "sm_90a"), ((10, 0), "sm_100a")])
+def test_the_target_is_the_device_own(capability: tuple[int, int], arch: str) -> None:
+    launch.target.cache_clear()
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
+        assert launch.target(0) == {"kind": "cuda", "arch": arch}
+    launch.target.cache_clear()
