@@ -18,6 +18,7 @@ COMMANDS = {
     "draft-split": ("mhc.dspark.split_command", "time one draft round on this GPU, part by part"),
     "bench": ("mhc.bench.command", "time kernels, peers and floors on this GPU; pack wheels for offline hosts"),
     "report": ("mhc.report", "execute the notebooks and render build/report.html"),
+    "vllm-status": ("mhc.vllm_plugin.status", "what the vLLM plugin would change in the installed vLLM, and why"),
 }
 
 

@@ -1,0 +1,205 @@
+"""Reading vLLM's DSpark sources: find the one expansion of the embeddings, or say why it is not to be touched.
+
+Works on source text alone, so the same checks run before patching, in `python -m mhc vllm-status` and in the tests.
+The statement looked for, in the draft model's forward, is vLLM's
+
+    hidden_states = inputs_embeds.unsqueeze(-2).repeat(1, self.hc_mult, 1)
+
+and it becomes `inputs_embeds if <the plugin is active> else <the same expression>`: vLLM's own path stays in place.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+from dataclasses import dataclass
+from types import CodeType
+
+DRAFT_CLASS = "DSparkDeepseekV4Model"
+LAYER_CLASS = "DeepseekV4DecoderLayer"
+BROADCAST_OP = "mhc_pre_broadcast_tilelang"
+WEIGHT = "hc_attn_fn_broadcast"
+GUARD = "_mhc_keeps_embeddings"
+EXPANDING = {"repeat", "expand", "repeat_interleave", "tile", "broadcast_to", "expand_as"}
+
+
+class Mismatch(ValueError):
+    """This vLLM is not what the plugin knows: the message says what was found."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """What would be changed.
+
+    Attributes:
+        line: 1-based line of the expansion in the draft's module.
+        statement: its source.
+        delayed: whether the layer's pre is V4.1's delayed one, which only vLLM's own kernel computes.
+    """
+
+    line: int
+    statement: str
+    delayed: bool
+
+
+def examine(draft: str, layer: str) -> Match:
+    """Look at both sources: the draft model's module and that of its decoder layer.
+
+    Raises:
+        Mismatch: there is not exactly one expansion, or the draft or the layer is built differently.
+    """
+    forward = _method(ast.parse(draft), DRAFT_CLASS, "forward")
+    statement = _expansion(forward)
+    _check_first_use(forward, statement)
+    return Match(statement.lineno, ast.unparse(statement), _is_delayed(layer))
+
+
+def transformed(draft: str, filename: str) -> CodeType:
+    """Compile the draft's forward with the expansion made conditional; running the code defines `forward`.
+
+    Lines are those of the original file, so tracebacks stay true.
+
+    Raises:
+        Mismatch: as `examine`.
+    """
+    tree = ast.parse(draft)
+    forward = _method(tree, DRAFT_CLASS, "forward")
+    statement = _expansion(forward)
+    _check_first_use(forward, statement)
+    embeddings = _embeddings(statement)
+    keeps = ast.Call(ast.Name(GUARD, ast.Load()), [ast.Name("self", ast.Load())], [])
+    statement.value = ast.IfExp(keeps, ast.Name(embeddings, ast.Load()), statement.value)
+    flags = 0
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
+            for alias in node.names:
+                flags |= getattr(__future__, alias.name).compiler_flag
+    module = ast.fix_missing_locations(ast.Module([forward], []))
+    return compile(module, filename, "exec", flags=flags, dont_inherit=True)
+
+
+def calls_model_hook(loader: str) -> bool:
+    """Whether vLLM's loader calls a model's own `process_weights_after_loading()`; 0.26.0 does not."""
+    function = _function(ast.parse(loader), "process_weights_after_loading")
+    return any(
+        isinstance(node, ast.Call) and not node.args and ast.unparse(node.func) == "model.process_weights_after_loading"
+        for node in ast.walk(function)
+    )
+
+
+def _function(tree: ast.AST, name: str) -> ast.FunctionDef:
+    found = [node for node in ast.iter_child_nodes(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+    if len(found) != 1:
+        raise Mismatch(f"{len(found)} definitions of {name}, expected one")
+    return found[0]
+
+
+def _class(tree: ast.Module, name: str) -> ast.ClassDef:
+    found = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    if len(found) != 1:
+        raise Mismatch(f"{len(found)} classes {name}, expected one")
+    if found[0].decorator_list:
+        raise Mismatch(f"class {name} is decorated with {ast.unparse(found[0].decorator_list[0])}")
+    return found[0]
+
+
+def _method(tree: ast.Module, owner: str, name: str) -> ast.FunctionDef:
+    try:
+        method = _function(_class(tree, owner), name)
+    except Mismatch as error:
+        raise Mismatch(f"{owner}.{name}: {error}") from None
+    if method.decorator_list:
+        raise Mismatch(f"{owner}.{name} is decorated with {ast.unparse(method.decorator_list[0])}")
+    if any(isinstance(node, ast.Name) and node.id in ("super", "__class__") for node in ast.walk(method)):
+        raise Mismatch(f"{owner}.{name} uses super, which a compiled copy would not have")
+    return method
+
+
+def _is_expansion(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in EXPANDING
+        and any("hc_mult" in ast.unparse(argument) for argument in node.args)
+    )
+
+
+def _expansion(forward: ast.FunctionDef) -> ast.Assign:
+    """The one statement that expands, directly in the body."""
+    found = [node for node in ast.walk(forward) if _is_expansion(node)]
+    if len(found) != 1:
+        lines = ", ".join(f"line {node.lineno}: {ast.unparse(node)}" for node in found)  # type: ignore[attr-defined]
+        raise Mismatch(
+            f"{len(found)} expansions by hc_mult in {DRAFT_CLASS}.forward, expected one" + f" ({lines})" * bool(lines)
+        )
+    for statement in forward.body:
+        if isinstance(statement, ast.Assign) and statement.value is found[0]:
+            _embeddings(statement)
+            return statement
+    raise Mismatch(f"the expansion is not a plain assignment in the body of {DRAFT_CLASS}.forward: "
+                   f"{ast.unparse(found[0])}")  # fmt: skip
+
+
+def _embeddings(statement: ast.Assign) -> str:
+    """The name that is expanded, given that the statement has the known form."""
+    source = statement.value
+    if len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
+        base = source.func.value  # type: ignore[attr-defined]
+        if (
+            isinstance(base, ast.Call)
+            and isinstance(base.func, ast.Attribute)
+            and isinstance(base.func.value, ast.Name)
+        ):
+            name = base.func.value.id
+            if ast.unparse(source) in {f"{name}.unsqueeze({d}).repeat(1, self.hc_mult, 1)" for d in (-2, 1)}:
+                return name
+    raise Mismatch(f"the expansion has an unknown form: {ast.unparse(statement)}")
+
+
+def _check_first_use(forward: ast.FunctionDef, statement: ast.Assign) -> None:
+    """The first to see the expanded tensor must be the first layer, as its first argument, with no residual yet."""
+    target = statement.targets[0].id  # type: ignore[attr-defined]
+    nones: set[str] = set()
+    for following in forward.body[forward.body.index(statement) + 1 :]:
+        if isinstance(following, ast.Assign) and isinstance(following.value, ast.Constant):
+            if following.value.value is None:
+                nones |= {ast.unparse(t) for t in following.targets}
+                continue
+        elif isinstance(following, ast.For) and ast.unparse(following.iter) == "self.layers":
+            call = following.body[0].value if isinstance(following.body[0], ast.Assign) else None
+            if (
+                isinstance(call, ast.Call)
+                and ast.unparse(call.func) == ast.unparse(following.target)
+                and call.args
+                and ast.unparse(call.args[0]) == target
+                and target not in {ast.unparse(a) for a in call.args[1:]}
+                and "residual" in nones & {ast.unparse(a) for a in call.args[1:]}
+            ):
+                return
+        raise Mismatch(f"line {following.lineno}: expected self.layers to be first to see {target}, "
+                       f"found {ast.unparse(following).splitlines()[0]}")  # fmt: skip
+    raise Mismatch(f"{DRAFT_CLASS}.forward never hands {target} to self.layers")
+
+
+def _is_delayed(layer: str) -> bool:
+    """Check that the layer takes 2-D embeddings on its own; whether their pre is V4.1's delayed one."""
+    forward = _method(ast.parse(layer), LAYER_CLASS, "forward")
+    branches = [
+        inner
+        for outer in ast.walk(forward)
+        if isinstance(outer, ast.If) and ast.unparse(outer.test) == "residual is None"
+        for inner in outer.body
+        if isinstance(inner, ast.If) and ast.unparse(inner.test) == "x.dim() == 2"
+    ]
+    if len(branches) != 1:
+        raise Mismatch(f"{len(branches)} branches for 2-D embeddings in {LAYER_CLASS}.forward, expected one")
+    calls = [node for part in branches[0].body for node in ast.walk(part) if isinstance(node, ast.Call)]
+    of_op = [call for call in calls if ast.unparse(call.func) == BROADCAST_OP]
+    if len(of_op) == 1 and any(
+        k.arg == "fn_broadcast" and ast.unparse(k.value) == f"self.{WEIGHT}" for k in of_op[0].keywords
+    ):
+        return False
+    delayed = [call for call in calls if f"self.{WEIGHT}" in map(ast.unparse, call.args)]
+    if len(delayed) == 1 and any(k.arg == "x" and ast.unparse(k.value) == "x" for k in delayed[0].keywords):
+        return True
+    raise Mismatch(f"the branch for 2-D embeddings in {LAYER_CLASS}.forward does not call a pre with self.{WEIGHT}")
