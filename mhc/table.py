@@ -61,7 +61,10 @@ class TokenTable:
             raise ValueError(f"embedding must have the table's {self.post.shape[0]} rows, got {embedding.shape[0]}")
         self.weights = (fn_broadcast, scale, base)
         with torch.no_grad():
-            torch.ops.mhc.table_rows(embedding, *self.weights, *self.tensors, self.config.constants())
+            if _direct(embedding):
+                cuda.table_rows(embedding, fn_broadcast, scale, base, self.config, self.tensors)
+            else:
+                torch.ops.mhc.table_rows(embedding, *self.weights, *self.tensors, self.config.constants())
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
