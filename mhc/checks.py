@@ -22,14 +22,20 @@ def check(dims: dict[str, int], device: torch.device, **specs: tuple[Tensor, tor
     for name, (tensor, dtype, shape) in specs.items():
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        want = f"{str(dtype).removeprefix('torch.')} [{', '.join(str(dims.get(str(d), d)) for d in shape)}]"
-        got = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        known = dict(dims)
         fits = tensor.dtype == dtype and tensor.dim() == len(shape)
         for dim, size in zip(shape, tensor.shape, strict=False):
             fits = fits and size == (dim if isinstance(dim, int) else dims.setdefault(dim, size))
+        # only a refused call is put into words: torch.compile cannot print a dynamic size
         if not fits:
-            raise ValueError(f"{name} must be {want}, got {got}")
+            want = ", ".join(str(known.get(d, d) if isinstance(d, str) else d) for d in shape)
+            raise ValueError(f"{name} must be {_name(dtype)} [{want}], got {_name(tensor.dtype)} {list(tensor.shape)}")
         if not tensor.is_contiguous():
+            got = f"{_name(tensor.dtype)} {list(tensor.shape)}"
             raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())} for {got}")
         if tensor.device != device:
             raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
