@@ -27,6 +27,7 @@ def positions(ax: Axes, tables: Mapping[str, pd.DataFrame]) -> None:
         ax.plot(x, table.conditional, "_", color=INK, markersize=9, markeredgewidth=1.6)
     ax.plot([], [], "_", color=INK, label="given all before it")
     ax.set(xlabel="position in the draft", ylabel="accepted / drafts", ylim=(0, 1))
+    ax.set_xticks(next(iter(tables.values())).index)
     ax.legend()
 
 
