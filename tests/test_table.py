@@ -28,6 +28,13 @@ def table_of(p: Problem) -> TokenTable:
     return TokenTable.build(p.embedding, *weights(p), p.config)
 
 
+def first_pre(x: Tensor, p: Problem, norm_weight: Tensor | None) -> PreOutput:
+    """`mhc.pre_broadcast` with the problem's weights."""
+    out = mhc.pre_broadcast(x, *weights(p), norm_weight, p.config)
+    assert isinstance(out, PreOutput)
+    return out
+
+
 def assert_same(got: PreOutput, want: PreOutput) -> None:
     """The same rows, but for the layer input's one reduction less: a step of bf16."""
     assert torch.equal(got.residual, want.residual)
@@ -91,9 +98,9 @@ def test_born_in_inference_mode_refreshed_outside() -> None:
 
 def test_a_table_of_trainable_weights_has_no_gradient() -> None:
     p = problem(CONFIG, 1)
-    trainable = [torch.nn.Parameter(t) for t in (p.embedding, *weights(p))]
-    table = TokenTable.build(*trainable, CONFIG)
-    table.refresh(*trainable)
+    embedding, fn, scale, base = (torch.nn.Parameter(t) for t in (p.embedding, *weights(p)))
+    table = TokenTable.build(embedding, fn, scale, base, CONFIG)
+    table.refresh(embedding, fn, scale, base)
     assert not any(t.requires_grad for t in table.tensors)
 
 
@@ -120,10 +127,10 @@ def test_refresh_refuses_another_vocabulary() -> None:
 )
 def test_build_refuses(place: int, change: Any, message: str) -> None:
     p = problem(CONFIG, 1)
-    args = [p.embedding, *weights(p)]
+    args: list[Any] = [p.embedding, *weights(p), CONFIG]
     args[place] = change(args[place])
     with pytest.raises(ValueError, match=message):
-        TokenTable.build(*args, CONFIG)
+        TokenTable.build(*args)
 
 
 # ---- pre_from_table ----
@@ -136,7 +143,7 @@ def test_the_look_up_is_the_first_pre(shape: tuple[int, int, bool]) -> None:
     p = problem(MHCConfig(H, hc), tokens)
     weight = p.norm_weight if norm else None
     got = pre_from_table(p.ids, p.embedding, table_of(p), weight, p.config, check_ids=True)
-    assert_same(got, mhc.pre_broadcast(p.embedding[p.ids], *weights(p), weight, p.config))
+    assert_same(got, first_pre(p.embedding[p.ids], p, weight))
 
 
 @settings(max_examples=25, deadline=None)
@@ -162,7 +169,7 @@ def test_inputs_embeds_take_pre_broadcast(collapse: bool) -> None:
     p = problem(CONFIG, 5)
     args = (p.embedding, table_of(p), p.norm_weight, CONFIG)
     got = pre_from_table(None, *args, inputs_embeds=p.x, collapse=collapse)
-    want = mhc.pre_broadcast(p.x, *weights(p), p.norm_weight, CONFIG, collapse=collapse)
+    want: Any = mhc.pre_broadcast(p.x, *weights(p), p.norm_weight, CONFIG, collapse=collapse)
     assert got.residual is p.x if collapse else torch.equal(got.residual, want.residual)
     assert torch.equal(got.post, want.post)
     assert torch.equal(got.layer_input, want.layer_input)
@@ -234,7 +241,7 @@ def test_noise_rows_are_the_first_pre_of_the_whole_block(hc: int, requests: int,
     weight = p.norm_weight if norm else None
     block = torch.cat((anchors.unsqueeze(1), noise.expand(requests, block_size - 1, H)), 1).flatten(0, 1)
     got = pre_noise_rows(anchors, noise, block_size, *weights(p), weight, p.config)
-    assert_same(got, mhc.pre_broadcast(block, *weights(p), weight, p.config))
+    assert_same(got, first_pre(block, p, weight))
 
 
 @pytest.mark.parametrize(
