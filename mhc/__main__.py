@@ -17,6 +17,7 @@ COMMANDS = {
     "train": ("mhc.dspark.train_command", "train the miniature target and its DSpark draft"),
     "draft-split": ("mhc.dspark.split_command", "time one draft round on this GPU, part by part"),
     "bench": ("mhc.bench.command", "time kernels, peers and floors on this GPU; pack wheels for offline hosts"),
+    "export-kernels": ("mhc.export", "compile the kernels into a folder, for servers that must not compile"),
     "report": ("mhc.report", "execute the notebooks and render build/report.html"),
     "vllm-status": ("mhc.vllm_plugin.status", "what the vLLM plugin would change in the installed vLLM, and why"),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 HC_MULT_RANGE = range(2, 9)
 HIDDEN_MULTIPLE = 64
@@ -59,6 +59,12 @@ class MHCConfig:
                 raise ValueError(f"{name} must be finite and >= 0, got {value}")
         if not (math.isfinite(self.post_mult) and self.post_mult > 0):
             raise ValueError(f"post_mult must be finite and > 0, got {self.post_mult}")
+
+        # kernels are looked up by config on every call: hash the fields once
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
 
     @property
     def mix_rows(self) -> int:

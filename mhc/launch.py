@@ -45,14 +45,17 @@ MANY_STREAMS = (
     Variant(float("inf"), 16, 15),
 )
 PROJECT_TILE = 4
+PICKS_KEPT = 16384  # of (config, T): a pick costs a microsecond
 
 
+@functools.lru_cache(PICKS_KEPT)
 def one_stream(config: MHCConfig, tokens: int) -> Variant:
     """The variant of a kernel on embeddings; many rows of `fn` a warp (hc > 4) leave registers for fewer tokens."""
     most = max(1, 27 // -(-config.mix_rows // 8))
     return _pick(ONE_STREAM, tokens, most)
 
 
+@functools.lru_cache(PICKS_KEPT)
 def many_streams(config: MHCConfig, tokens: int) -> Variant:
     """The variant of a kernel on materialised streams; shared memory holds fewer tokens of wide streams."""
     hc, rows, cols = config.hc_mult, config.mix_rows, config.hidden_size // 8
@@ -111,15 +114,25 @@ def target(device: int) -> dict[str, str]:
 
 @functools.cache
 def kernel(device: int, name: str, *args: Any) -> Callable[..., None]:
-    """The compiled entry point of a kernel on a device; compiles at most once a process."""
+    """The entry point of a kernel on a device, exported (`mhc.export`) or compiled, at most once a process."""
+    from mhc import export
+
+    exported = export.load(target(device), name, *args)
+    if exported:
+        return exported
+    jit, symbol = compiled(target(device), name, *args)
+    # the host stub itself: JITKernel.__call__ would add 10 us of Python a call
+    return jit.adapter.get_exportable_executable()[symbol]
+
+
+def compiled(target: dict[str, str], name: str, *args: Any) -> tuple[Any, str]:
+    """TileLang's kernel object, compiled for `target`, and the name of its entry point."""
     import tilelang
 
     from mhc.kernels.parts import PASS_CONFIGS
 
     function = prim_func(name, *args)
-    compiled = tilelang.compile(function, target=target(device), pass_configs=PASS_CONFIGS)
-    # the host stub itself: JITKernel.__call__ would add 10 us of Python a call
-    return compiled.adapter.get_exportable_executable()[function.attrs["global_symbol"]]
+    return tilelang.compile(function, target=target, pass_configs=PASS_CONFIGS), function.attrs["global_symbol"]
 
 
 def reachable(config: MHCConfig, max_tokens: int) -> list[tuple[Any, ...]]:

@@ -16,7 +16,7 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
         clusters: most clusters launched; they stride over the tiles.
         has_norm: whether the layer input is RMS-normed (else `weight` is not read).
         outputs: `all` is residual [T, hc, H], post [T, hc], comb [T, hc * hc], layer_input [T, H]; `collapsed` is post
-            and layer_input, from the 2 hc rows of `fn` that they need; `table` is post, comb and factor [T, 2], the
+            and layer_input, from the first 2 hc rows of `fn` and `base`; `table` is post, comb and factor [T, 2], the
             layer input's `P` and `rsqrt(P^2 mean(x^2) + norm_eps)`.
     """
     hidden, hc = config.hidden_size, config.hc_mult
@@ -105,7 +105,7 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
         return lambda: T.Tensor(shape, dtype)
 
     row_type, weight_type = tensor(tokens, hidden, dtype="bfloat16"), tensor(hidden, dtype="bfloat16")
-    fn_type, scale_type, base_type = tensor(rows, hidden), tensor(3), tensor(rows)
+    fn_type, scale_type, base_type = tensor(config.mix_rows, hidden), tensor(3), tensor(config.mix_rows)
     post_type, comb_type = tensor(tokens, hc), tensor(tokens, hc * hc)
 
     if outputs == "table":

@@ -201,7 +201,7 @@ def pre_op(norm: bool) -> Op:
 def post_op(collapsed: bool) -> Op:
     return Op(
         f"post{'-collapsed' if collapsed else ''}",
-        lambda p: (cuda.post(p.output, p.x if collapsed else p.residual, p.post, None if collapsed else p.comb),),
+        lambda p: (cuda.post(p.output, *_old(p, collapsed)),),
         lambda p, _: (_streams(p, collapsed),),
         (1,),
     )
@@ -212,9 +212,7 @@ def post_pre_op(collapsed: bool) -> Op:
         f"post_pre{'-collapsed' if collapsed else ''}",
         lambda p: cuda.post_pre(
             p.output,
-            p.x if collapsed else p.residual,
-            p.post,
-            None if collapsed else p.comb,
+            *_old(p, collapsed),
             p.fn,
             p.scale,
             p.base,
@@ -225,6 +223,10 @@ def post_pre_op(collapsed: bool) -> Op:
         lambda p, got: (_streams(p, collapsed), *_pre(p, got[0].to(p.fn.dtype), True)),
         (1, 0, 0, 2),
     )
+
+
+def _old(p: Problem, collapsed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    return (p.x, p.post.squeeze(-1), None) if collapsed else (p.residual, p.post, p.comb)
 
 
 def _streams(p: Problem, collapsed: bool) -> Tensor:
