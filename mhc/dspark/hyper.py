@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mhc import ops, reference
 from mhc.config import MHCConfig
+from mhc.dspark import sinkhorn
 from mhc.ops import PreOutput
 
 
@@ -38,7 +39,8 @@ def pre(residual: Tensor, site: Site, config: MHCConfig) -> PreOutput:
     if uses_ops(residual):
         return ops.pre(residual, *site, config)
     with _full_precision(residual):
-        _, post_mix, comb, y = reference.pre(residual, site.fn, site.scale, site.base, None, config)
+        pre_mix, post_mix, comb = _gates(residual.flatten(1), site.fn, site, config)
+        y = reference.collapse(residual, pre_mix)
         return PreOutput(residual, post_mix.unsqueeze(-1), comb, _norm(y, residual, site, config))
 
 
@@ -56,7 +58,8 @@ def pre_broadcast(x: Tensor, fn_broadcast: Tensor | None, site: Site, config: MH
         return out
     with _full_precision(x):
         folded = reference.fold(site.fn, config.hc_mult) if fn_broadcast is None else fn_broadcast
-        _, post_mix, comb, y = reference.pre_broadcast(x, folded, site.scale, site.base, None, config)
+        pre_mix, post_mix, comb = _gates(x, folded, site, config)
+        y = pre_mix.sum(-1, keepdim=True) * x.to(pre_mix.dtype)
         residual = reference.expand(x, config.hc_mult)
         return PreOutput(residual, post_mix.unsqueeze(-1), comb, _norm(y, x, site, config))
 
@@ -84,6 +87,13 @@ def head(residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, config: MHCC
         return ops.head(residual, fn, scale, base, config)
     with _full_precision(residual):
         return reference.head(residual, fn, scale, base, config).to(residual.dtype)
+
+
+def _gates(flat: Tensor, fn: Tensor, site: Site, config: MHCConfig) -> tuple[Tensor, Tensor, Tensor]:
+    m = reference.mixes(flat, fn, config.rms_eps)
+    # the training form keeps every Sinkhorn iterate: only where a gradient will need them; a compiler fuses by itself
+    training = m.requires_grad and not torch.compiler.is_compiling()
+    return (sinkhorn.gates if training else reference.gates)(m, site.scale, site.base, config)
 
 
 def _norm(y: Tensor, like: Tensor, site: Site, config: MHCConfig) -> Tensor:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
-Losses = dict[str, Tensor]
+from mhc.dspark.step import Inputs, Losses, Step
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Plan:
     warmup: float = 0.04
     clip: float = 1.0
     log_every: int = 20
-    dev_every: int = 250
+    dev_every: int = 500
     checkpoint_every: int = 500
     seed: int = 0
 
@@ -65,10 +65,12 @@ def train(
     name: str,
     model: nn.Module,
     plan: Plan,
-    loss_of: Callable[[int], Losses],
+    inputs_of: Callable[[int], Inputs],
+    losses_of: Callable[..., Losses],
     dev: Callable[[], dict[str, float]],
     checkpoint: Path,
     *,
+    eager: bool = False,
     stop_after: int | None = None,
 ) -> State:
     """Run the plan, from the checkpoint where there is one.
@@ -76,43 +78,45 @@ def train(
     Args:
         name: `target` or `draft`: labels the records and the progress bar.
         model: its parameters that require gradients are trained.
-        loss_of: step number -> losses; `loss` is minimised, the rest recorded.
+        inputs_of: step number -> tensors on the host, everything random drawn. Few shapes may occur: each is a graph.
+        losses_of: those tensors on the model's device -> losses, see `Step`; all of them are recorded.
         dev: held-out figures.
         checkpoint: file written every `checkpoint_every` steps and at the end.
+        eager: no CUDA graphs, where there is CUDA.
         stop_after: leave after this many steps of this call, as a kill would (for tests).
 
     Returns:
         The final state; its curve holds a record every `log_every` steps and one a dev measurement.
 
     Raises:
-        RuntimeError: the loss is not finite, or the checkpoint is of another plan.
+        RuntimeError: the loss is not finite, a step cannot be captured, or the checkpoint is of another plan.
     """
     optimiser = _optimiser(model, plan)
+    rate_on_device = optimiser.param_groups[0]["lr"]
     state = _resume(checkpoint, model, optimiser, plan)
+    for group in optimiser.param_groups:
+        group["lr"] = rate_on_device  # loading replaced it
+    step = Step(model, optimiser, losses_of, plan.clip, rate_on_device.is_cuda and not eager)
     first, began = state.step, time.perf_counter() - state.elapsed_s
     bar = tqdm(total=plan.steps, initial=state.step, desc=name, unit="step", mininterval=1.0)
     while (progress := max(state.step / plan.steps, state.elapsed_s / (60 * plan.minutes))) < 1:
         if stop_after is not None and state.step - first >= stop_after:
             return state
         rate = plan.rate(progress)
-        for group in optimiser.param_groups:
-            group["lr"] = rate
-        losses = loss_of(state.step)
-        losses["loss"].backward()
-        norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], plan.clip)
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
+        rate_on_device.fill_(rate)
+        losses = step(inputs_of(state.step))
         state.step += 1
         state.elapsed_s = time.perf_counter() - began
         bar.update()
         if state.step % plan.log_every == 0 or state.step == plan.steps:
+            # the only wait for the device: it also keeps the clock that bounds the schedule honest
             values = {key: round(value.item(), 5) for key, value in losses.items()}
             if not math.isfinite(values["loss"]):
                 raise RuntimeError(
                     f"{name}: the loss is {values['loss']} at step {state.step}; lower the rate {plan.lr}"
                 )
             bar.set_postfix(loss=f"{values['loss']:.3f}")
-            _note(state, name, "train", lr=rate, grad_norm=round(norm.item(), 4), **values)
+            _note(state, name, "train", lr=rate, **values)
         if state.step % plan.dev_every == 0:
             _note(state, name, "dev", **dev())
         if state.step % plan.checkpoint_every == 0:
@@ -124,9 +128,9 @@ def train(
     return state
 
 
-def step_generator(plan_seed: int, step: int, device: torch.device | str) -> torch.Generator:
-    """A random stream for one step, the same however often the run was interrupted."""
-    return torch.Generator(device).manual_seed(plan_seed * 1_000_003 + step)
+def step_generator(plan_seed: int, step: int) -> torch.Generator:
+    """A random stream for one step on the host, the same however often the run was interrupted."""
+    return torch.Generator().manual_seed(plan_seed * 1_000_003 + step)
 
 
 def _note(state: State, name: str, phase: str, **values: Any) -> None:
@@ -140,7 +144,9 @@ def _optimiser(model: nn.Module, plan: Plan) -> torch.optim.AdamW:
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": plan.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=plan.lr, betas=(0.9, 0.95), fused=trained[0].is_cuda)
+    # the rate is a tensor because a graph would freeze a number
+    rate = torch.tensor(plan.lr, dtype=torch.float32, device=trained[0].device)
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True, capturable=rate.is_cuda)
 
 
 def _save(path: Path, model: nn.Module, optimiser: torch.optim.Optimizer, plan: Plan, state: State) -> None:

@@ -17,7 +17,8 @@ from mhc.dspark.corpus import Batch, Sample, batches, collate
 from mhc.dspark.draft import DSparkDraft
 from mhc.dspark.initialise import initialise
 from mhc.dspark.losses import draft_losses
-from mhc.dspark.optimise import Losses, Plan, State, step_generator, train
+from mhc.dspark.optimise import Plan, State, step_generator, train
+from mhc.dspark.step import Inputs, Losses
 from mhc.dspark.target import Target
 from mhc.dspark.train_target import resume_step
 
@@ -55,14 +56,17 @@ def train_draft(
     draft.bind(target)
     data = batches(samples, batch_size, plan.seed, resume_step(checkpoint))
 
-    def loss_of(step: int) -> Losses:
-        batch = next(data).to(device)
-        return _losses(draft, target, batch, anchors, step_generator(plan.seed, step, device), device)
+    def inputs_of(step: int) -> Inputs:
+        batch = next(data)
+        return batch.ids, batch.lengths, draw_anchors(batch, anchors, step_generator(plan.seed, step))
+
+    def losses_of(ids: Tensor, lengths: Tensor, starts: Tensor) -> Losses:
+        return _losses(draft, target, ids, lengths, starts)
 
     def dev() -> dict[str, float]:
         return dev_figures(draft, target, dev_samples, device)
 
-    state = train("draft", draft, plan, loss_of, dev, checkpoint, **options)
+    state = train("draft", draft, plan, inputs_of, losses_of, dev, checkpoint, **options)
     draft.process_weights_after_loading()  # the optimiser wrote to the weights that one is derived from
     return draft, state
 
@@ -96,22 +100,21 @@ def draw_anchors(batch: Batch, count: int, generator: torch.Generator) -> Tensor
     return order.gather(1, ranks)
 
 
-def _losses(
-    draft: DSparkDraft, target: Target, batch: Batch, anchors: int, generator: torch.Generator, device: str
-) -> Losses:
+def _losses(draft: DSparkDraft, target: Target, ids: Tensor, lengths: Tensor, starts: Tensor) -> Losses:
+    """`draft_losses` of blocks from anchors `starts` [B, A] in `ids` [B, S], of which `lengths` [B] are text."""
     with torch.no_grad():
-        output = target(batch.ids)
-        target_logits = target.logits(output.hidden)
-    starts = draw_anchors(batch, anchors, generator)
-    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-        block = anchored_forward(draft, batch.ids, output.aux.float(), starts)
-    batch_index = torch.arange(len(starts), device=device)[:, None, None]
+        output = target(ids)
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
+        block = anchored_forward(draft, ids, output.aux.float(), starts)
+    with torch.no_grad():
+        batch_index = torch.arange(len(starts), device=ids.device)[:, None, None]
+        target_logits = target.logits(output.hidden[batch_index, block.rows])
     return draft_losses(
         block.logits.flatten(0, 1),
-        target_logits[batch_index, block.rows].flatten(0, 1),
+        target_logits.flatten(0, 1),
         block.labels.flatten(0, 1),
         block.confidence_logits.flatten(0, 1),
-        (block.valid & (block.rows + 1 < batch.lengths[:, None, None])).flatten(0, 1),
+        (block.valid & (block.rows + 1 < lengths[:, None, None])).flatten(0, 1),
     )
 
 
@@ -121,10 +124,11 @@ def dev_figures(draft: DSparkDraft, target: Target, samples: Sequence[Sample], d
     Runs under autograd, as training does: a draft in fp32 with a bf16 target's embeddings has no inference form.
     """
     sums: dict[str, float] = {}
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     for at in range(0, len(samples), DEV_BATCH):
-        batch = collate(samples[at : at + DEV_BATCH]).to(device)
-        losses = _losses(draft, target, batch, DEV_ANCHORS, generator, device)
+        batch = collate(samples[at : at + DEV_BATCH])
+        starts = draw_anchors(batch, DEV_ANCHORS, generator).to(device)
+        losses = _losses(draft, target, batch.ids.to(device), batch.lengths.to(device), starts)
         for key, value in losses.items():
             sums[key] = sums.get(key, 0.0) + value.item() * len(batch.ids)
     return {key: round(value / len(samples), 5) for key, value in sums.items()}

@@ -14,7 +14,8 @@ from mhc.dspark.config import V4Config
 from mhc.dspark.corpus import Batch, Sample, batches, collate, encode
 from mhc.dspark.initialise import initialise
 from mhc.dspark.losses import next_token_loss
-from mhc.dspark.optimise import Losses, Plan, State, train
+from mhc.dspark.optimise import Plan, State, train
+from mhc.dspark.step import Inputs, Losses
 from mhc.dspark.target import Target
 from mhc.gsm8k.data import Problem
 
@@ -54,19 +55,23 @@ def train_target(
     data = batches(encode(tokenizer, train_problems), batch_size, plan.seed, resume_step(checkpoint))
     held_out = encode(tokenizer, dev_problems)
 
-    def loss_of(step: int) -> Losses:
-        batch = next(data).to(device)
+    def inputs_of(step: int) -> Inputs:
+        batch = next(data)
+        return batch.ids, batch.lengths, batch.prompt_lengths
+
+    def losses_of(ids: Tensor, lengths: Tensor, prompt_lengths: Tensor) -> Losses:
+        batch = Batch(ids, lengths, prompt_lengths)
         answer = batch.answer_mask()
         weight = torch.where(answer, 1.0, QUESTION_WEIGHT) * batch.token_mask()
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            logits = target.logits(target(batch.ids).hidden)
-        loss = next_token_loss(logits, batch.ids, weight)
-        return {"loss": loss, "answer": next_token_loss(logits.detach(), batch.ids, answer)}
+            logits = target.logits(target(ids).hidden)
+        loss = next_token_loss(logits, ids, weight)
+        return {"loss": loss, "answer": next_token_loss(logits.detach(), ids, answer)}
 
     def dev() -> dict[str, float]:
         return {"answer": round(dev_loss(target, held_out, device), 5)}
 
-    return target, train("target", target, plan, loss_of, dev, checkpoint, **options)
+    return target, train("target", target, plan, inputs_of, losses_of, dev, checkpoint, **options)
 
 
 def dev_loss(target: Target, samples: Sequence[Sample], device: str) -> float:

@@ -4,7 +4,8 @@
   python -m mhc gsm8k --engine openai --base-url http://localhost:8000 --model NAME --shots 5 --out answers.jsonl
   python -m mhc gsm8k record --model DIR --out DIR      every arm, length, threshold and speed of the miniature pair
 
-A run that was killed goes on where it stopped when the same command is given again.
+The file of `record` holds every line as soon as it is measured, so an interrupted one keeps what was done. A run of the
+other forms that was killed goes on where it stopped when the same command is given again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The recorded evaluation of the miniature pair: every arm on every test question, one JSONL file.
 
 Order: temperature 1 in each arm, by draft length and by confidence threshold; greedy against plain decoding;
-calibration and the arms' first differences; tokens a second, variants interleaved.
+calibration and the arms' first differences; tokens a second, variants interleaved. Every line is in the file as soon
+as it is measured, so an interrupted record holds what was done.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mhc.gsm8k.prompts import MAX_TOKENS, Rule
 
 ARMS = ("repeat", "broadcast")
 EXACT = "_fp64"
-SPEED_QUESTIONS = 4  # at least so many are timed, one batch after the other
+SPEED_QUESTIONS = 2  # at least so many are timed, one batch after the other
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class Scope:
         thresholds: confidence thresholds of the truncation curve.
         speed_requests: batch sizes whose tokens a second are measured.
         graphs: replay rounds as CUDA graphs, where there is CUDA.
-        speed_rounds: interleaved repetitions of each.
+        speed_rounds: interleaved repetitions of each, at most.
+        speed_tokens: of an answer while speed is measured, at most `max_tokens`.
+        speed_s: no further round of a batch size and launch once it took so many seconds, warm-up included (one always runs).
         max_tokens: of an answer.
         seed: of sampling.
         rule: by which answers are judged.
@@ -50,6 +53,8 @@ class Scope:
     thresholds: tuple[float, ...] = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
     speed_requests: tuple[int, ...] = (1, 64)
     speed_rounds: int = 3
+    speed_tokens: int = 96
+    speed_s: float = 6.0
     graphs: bool = True
     max_tokens: int = MAX_TOKENS
     seed: int = 0
@@ -100,6 +105,8 @@ def record(folder: str | Path, out: str | Path, problems: Sequence[Problem], sco
             for row in outcome.rows:
                 journal.append(row.record(), sync=False)
             journal.append(outcome.total)
+            length = f", mean length {outcome.total['mean_length']:.3f}" if "mean_length" in outcome.total else ""
+            tqdm.write(f"{arm.name} k={arm.k} temperature {arm.temperature:g}: {outcome.total['wall_s']} s{length}")
             return outcome
 
         arms = tqdm(list(_sampled(scope)), desc="temperature 1", unit="arm")
@@ -146,21 +153,25 @@ def throughput(pair: Pair, prompts: Sequence[Sequence[int]], scope: Scope) -> It
 
     Yields:
         `throughput` records: arm, requests, launch (`cuda_graph` or `eager`), tokens, `wall_s` of each round (prefill
-        and, for graphs, the capture included). A first, unrecorded round warms everything up.
+        and, for graphs, the capture included). A first, unrecorded round warms everything up. Bounded by `scope`'s
+        `speed_tokens` and `speed_s`.
     """
     variants = [(None, "plain"), *((expansion, expansion) for expansion in ARMS)]
     for requests in [size for size in scope.speed_requests if size <= len(prompts)]:
         for capture in (True, False) if on_cuda(pair) and scope.graphs else (False,):
             walls: dict[str, list[float]] = {name: [] for _, name in variants}
             tokens: dict[str, int] = {}
+            began = time.perf_counter()
             for number in tqdm(range(scope.speed_rounds + 1), desc=f"speed, {requests} requests", unit="round"):
+                if number > 1 and time.perf_counter() - began > scope.speed_s:
+                    break
                 for expansion, name in variants:
                     synchronise(pair)
                     start = time.perf_counter()
                     done = generate(
                         pair.target,
                         prompts[: max(requests, SPEED_QUESTIONS)],
-                        scope.max_tokens,
+                        min(scope.speed_tokens, scope.max_tokens),
                         draft=pair.draft if expansion else None,
                         block_size=scope.k if expansion else None,
                         expansion=expansion or "broadcast",

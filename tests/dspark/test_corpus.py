@@ -48,7 +48,7 @@ def test_batches_follow_seed_and_number_alone() -> None:
 
 def test_masks() -> None:
     batch = collate([Sample((0, 9, 8, 7, 1), 2), Sample((0, 9, 1), 2)])
-    assert batch.ids.shape == (2, 32)
+    assert batch.ids.shape == (2, 64)
     assert batch.answer_mask()[:, :6].tolist() == [
         [False, False, True, True, True, False],
         [False, False, True] + [False] * 3,

@@ -137,20 +137,24 @@ def test_rate_warms_up_and_ends_at_zero() -> None:
     assert p.rate(1.0) == pytest.approx(0.0)
 
 
+def ones(step: int) -> tuple[torch.Tensor]:
+    return (torch.ones(1, 2),)
+
+
 def test_time_bounds_the_schedule(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     bounded = plan(steps=10**9, minutes=0.002, checkpoint_every=10**9, log_every=10**9, dev_every=10**9)
-    losses = lambda step: {"loss": model(torch.ones(1, 2)).square().sum()}  # noqa: E731
-    state = train("target", model, bounded, losses, dict, tmp_path / "c.pt")
+    losses = lambda x: {"loss": model(x).square().sum()}  # noqa: E731
+    state = train("target", model, bounded, ones, losses, dict, tmp_path / "c.pt")
     assert 0.1 <= state.elapsed_s < 5
     assert state.curve[-1]["finished"]
 
 
 def test_a_loss_that_is_not_finite_is_an_error(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
-    losses = lambda step: {"loss": model(torch.ones(1, 2)).sum() * float("nan")}  # noqa: E731
+    losses = lambda x: {"loss": model(x).sum() * float("nan")}  # noqa: E731
     with pytest.raises(RuntimeError, match="the loss is nan at step 1"):
-        train("target", model, plan(), losses, dict, tmp_path / "c.pt")
+        train("target", model, plan(), ones, losses, dict, tmp_path / "c.pt")
 
 
 def same_weights(first: torch.nn.Module, second: torch.nn.Module) -> bool:
