@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import math
 import multiprocessing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from cuda_on_cpu.compile import Usage, compile_sources
 from cuda_on_cpu.lowering import SIMT, Lowered, lower_cached
 from cuda_on_cpu.runner import Emulated
 
-from mhc import launch
+from mhc import cuda, launch
 from mhc.config import MHCConfig
 from mhc.kernels.parts import PASS_CONFIGS
 
@@ -24,6 +26,17 @@ from .table import Op, problem
 
 CONFIGS = {**PASS_CONFIGS, **SIMT}  # SIMT changes nothing about our kernels, which a test shows
 Variant = tuple[Any, ...]  # name of the kernel, arguments of its factory
+
+
+@contextlib.contextmanager
+def one_cluster() -> Iterator[None]:
+    """Every launch has a single cluster that takes two tokens at a time: many steps out of few tokens."""
+
+    def pick(config: MHCConfig, tokens: int) -> launch.Variant:
+        return launch.Variant(math.inf, 2, 1)
+
+    with mock.patch.multiple(cuda, one_stream=pick, many_streams=pick):
+        yield
 
 
 def variants(op: Op, config: MHCConfig, tokens: Iterable[int]) -> list[Variant]:

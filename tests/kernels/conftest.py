@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mhc import launch
 
-from .builds import Builds, Variant, variants
+from .builds import Builds, Variant
 
 
 class Emulations(Protocol):
@@ -62,7 +62,7 @@ def builds(request: pytest.FixtureRequest) -> Iterator[Builds]:
     for item in request.session.items:
         case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
         if case:
-            for variant in variants(case.op, case.config, case.tokens):
+            for variant in case.variants():
                 built.want(variant)
     yield built
     built.close()

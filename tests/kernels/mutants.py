@@ -14,7 +14,7 @@ from torch import Tensor
 from mhc import launch
 from mhc.config import MHCConfig
 
-from .builds import lowered, variants
+from .builds import Variant, lowered, one_cluster, variants
 from .conftest import EmulatedLaunch
 from .table import OPS, problem
 
@@ -22,10 +22,16 @@ BARRIER = re.compile(
     r"__syncthreads\(\);|__syncwarp\(\);|tl::__sync_thread_partial\(\d+, \d+\);|tl::__named_barrier_arrive\(\d+, \d+\);"
     r"|tl::cluster_\w+\(\);|\w+\[[^;]*\]\.wait\([^;]*\);|tl::cp_async_wait<\d+>\(\);"
 )
-SEEDS = (0, 1)
-TOKENS = 600  # more tiles than clusters
+SEEDS = (0, 1, 2, 3)
+TOKENS = 11  # of a cluster that takes two at a time
 OP = next(op for op in OPS if op.name == "pre_broadcast-fused")
 CONFIG = MHCConfig(64)
+
+
+def variant() -> Variant:
+    """The kernel that is broken."""
+    with one_cluster():
+        return variants(OP, CONFIG, (TOKENS,))[0]
 
 
 def removals(source: str) -> list[tuple[int, int]]:
@@ -56,15 +62,15 @@ def verdict(edit: tuple[int, int] | str) -> str:
     Returns:
         How it was noticed, or `unnoticed`; and what the bug was.
     """
-    (variant,) = variants(OP, CONFIG, (TOKENS,))
-    source = lowered(variant).source
+    kernel = lowered(variant())
+    source = kernel.source
     if isinstance(edit, str):
-        bug, broken = f"stores to {edit}", Emulated(lowered(variant), lambda text: shifted(text, edit))
+        bug, broken = f"stores to {edit}", Emulated(kernel, lambda text: shifted(text, edit))
     else:
         start, end = edit
         bug = f"line {source[:start].count(chr(10)) + 1}: {source[start:end]}"
-        broken = Emulated(lowered(variant), lambda text: text[:start] + text[end:])
-    want = _outputs(Emulated(lowered(variant)), 0)
+        broken = Emulated(kernel, lambda text: text[:start] + text[end:])
+    want = _outputs(Emulated(kernel), 0)
     for seed in SEEDS:
         try:
             got = _outputs(broken, seed)
