@@ -18,7 +18,12 @@ from types import CodeType
 DRAFT_CLASS = "DSparkDeepseekV4Model"
 LAYER_CLASS = "DeepseekV4DecoderLayer"
 BROADCAST_OP = "mhc_pre_broadcast_tilelang"
+DELAYED_OP = "mhc_pre_delayed_tilelang"
 WEIGHT = "hc_attn_fn_broadcast"
+# what either pre takes after the embeddings and the projection; `first_pre` calls them with the same
+PRE_ARGUMENTS = [f"self.{name}" for name in (
+    "hc_attn_scale", "hc_attn_base", "rms_norm_eps", "hc_eps", "hc_eps", "hc_post_alpha", "hc_sinkhorn_iters"
+)]  # fmt: skip
 GUARD = "_mhc_keeps_embeddings"
 EXPANDING = {"repeat", "expand", "repeat_interleave", "tile", "broadcast_to", "expand_as"}
 
@@ -194,12 +199,16 @@ def _is_delayed(layer: str) -> bool:
     if len(branches) != 1:
         raise Mismatch(f"{len(branches)} branches for 2-D embeddings in {LAYER_CLASS}.forward, expected one")
     calls = [node for part in branches[0].body for node in ast.walk(part) if isinstance(node, ast.Call)]
-    of_op = [call for call in calls if ast.unparse(call.func) == BROADCAST_OP]
-    if len(of_op) == 1 and any(
-        k.arg == "fn_broadcast" and ast.unparse(k.value) == f"self.{WEIGHT}" for k in of_op[0].keywords
-    ):
-        return False
-    delayed = [call for call in calls if f"self.{WEIGHT}" in map(ast.unparse, call.args)]
-    if len(delayed) == 1 and any(k.arg == "x" and ast.unparse(k.value) == "x" for k in delayed[0].keywords):
-        return True
-    raise Mismatch(f"the branch for 2-D embeddings in {LAYER_CLASS}.forward does not call a pre with self.{WEIGHT}")
+    pres = [call for call in calls if [ast.unparse(a) for a in call.args[2:]] == PRE_ARGUMENTS]
+    if len(pres) == 1:
+        first = [ast.unparse(argument) for argument in pres[0].args[:2]]
+        named = {keyword.arg: ast.unparse(keyword.value) for keyword in pres[0].keywords}
+        if {"norm_weight", "norm_eps"} <= set(named):
+            if ast.unparse(pres[0].func) == BROADCAST_OP and first == ["x", "self.hc_attn_fn"]:
+                if named.get("fn_broadcast") == f"self.{WEIGHT}":
+                    return False
+            elif first == ["residual", f"self.{WEIGHT}"] and named.get("x") == "x":
+                return True
+    raise Mismatch(
+        f"the branch for 2-D embeddings in {LAYER_CLASS}.forward does not call a known pre with self.{WEIGHT}"
+    )

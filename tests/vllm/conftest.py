@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import vllm_wheels
 
 from mhc.vllm_plugin import installed
@@ -15,6 +16,11 @@ OF_RELEASES = {"vllm_version", "release"}
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if OF_RELEASES & set(getattr(item, "fixturenames", ())) and (reason := vllm_wheels.missing()):
         pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(params=vllm_wheels.VERSIONS)

@@ -98,8 +98,14 @@ DOCTORED = {
     "a super call": (EXPANSION, f"super().__init__()\n        {EXPANSION}", "super"),
 }  # fmt: skip
 DOCTORED_LAYER = {
+    "arguments in another order": (
+        "self.hc_attn_scale,\n                    self.hc_attn_base",
+        "self.hc_attn_base,\n                    self.hc_attn_scale",
+        "does not call a known pre",
+    ),
+    "another epsilon": ("self.hc_eps", "self.eps", "does not call a known pre"),
     "no branch for 2-D": ("if x.dim() == 2:", "if x.dim() == 5:", "0 branches"),
-    "no broadcast weight": ("self.hc_attn_fn_broadcast", "self.hc_attn_fn", "does not call a pre"),
+    "no broadcast weight": ("self.hc_attn_fn_broadcast", "self.hc_attn_fn", "does not call a known pre"),
     "another class": ("class DeepseekV4DecoderLayer(", "class Layer(", "0 classes"),
 }
 

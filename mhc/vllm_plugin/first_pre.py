@@ -1,0 +1,184 @@
+"""The first pre of one loaded DSpark draft: its derived weight, which kernels may run it, and which one does."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mhc
+from mhc import launch
+from mhc.config import MHCConfig
+from mhc.vllm_plugin import selfcheck
+from mhc.vllm_plugin.selfcheck import Pre, Rejected
+from mhc.vllm_plugin.source import WEIGHT
+
+logger = logging.getLogger("vllm.plugins.mhc")  # under vLLM's own logger, whose handlers then apply
+
+STATE = "mhc_first_pre"  # on the draft model and on the derived tensor
+# on an H200 the fused kernel is ahead of vLLM's two launches up to here and behind above about 512 tokens
+FUSED_MOST_TOKENS = 256
+CHOICES = ("auto", "vllm", "fused")
+# vLLM's kernel is compiled once for each way to split its projection, which changes with every 64 tokens
+SPLIT_TOKENS = 64
+
+_alive: weakref.WeakSet[FirstPre] = weakref.WeakSet()
+
+
+class FirstPre:
+    """One draft's first pre.
+
+    Args:
+        draft: vLLM's DSpark model, whose `layers[0]` it serves.
+        vllm_pre: vLLM's own kernel as (layer, x) -> residual, post, comb, layer input.
+        delayed: V4.1's pre, which only vLLM's kernel computes.
+        choice: one of `CHOICES`; `auto` takes the faster of the accepted kernels by the number of tokens.
+        max_tokens: the most tokens that a draft forward can have.
+
+    Attributes:
+        kernels: the accepted kernels; empty means that vLLM's unpatched path runs.
+        calls: how often Python ran each kernel (a captured CUDA graph replays without Python).
+    """
+
+    def __init__(self, draft: nn.Module, vllm_pre: Any, delayed: bool, choice: str, max_tokens: int) -> None:
+        self.draft = draft
+        self.vllm_pre = vllm_pre
+        self.delayed = delayed
+        self.choice = choice
+        self.max_tokens = max_tokens
+        self.kernels: tuple[str, ...] = ()
+        self.calls = {"vllm": 0, "fused": 0}
+        self.weight: mhc.BroadcastWeight | None = None
+        self._checked_on: torch.device | None = None
+        _alive.add(self)
+
+    @property
+    def layer(self) -> Any:
+        """The first draft layer."""
+        return self.draft.layers[0]  # type: ignore[index]
+
+    def config(self) -> MHCConfig:
+        """The layer's shapes and constants.
+
+        Raises:
+            ValueError: they are none that the kernels take.
+        """
+        layer = self.layer
+        return MHCConfig(
+            layer.hidden_size,
+            layer.hc_mult,
+            layer.hc_sinkhorn_iters,
+            rms_eps=layer.rms_norm_eps,
+            pre_eps=layer.hc_eps,
+            sinkhorn_eps=layer.hc_eps,
+            norm_eps=layer.attn_norm.variance_epsilon,
+            post_mult=layer.hc_post_alpha,
+        )
+
+    def refresh(self) -> None:
+        """Derive the weight again, in place; on the first time on a device also choose the kernels.
+
+        A layer that is on the meta device is in the middle of a reload, whose end calls this again.
+        """
+        fn = self.layer.hc_attn_fn
+        if fn.is_meta:
+            return
+        if self.weight is None:
+            self.weight = mhc.BroadcastWeight(fn, self.layer.hc_mult)
+        else:
+            self.weight.refresh(fn)
+        tensor = self.weight.tensor
+        setattr(tensor, STATE, self)
+        setattr(self.layer, WEIGHT, tensor)
+        if self._checked_on != fn.device:
+            self._checked_on = fn.device
+            self._choose()
+
+    def is_active(self) -> bool:
+        """Whether the embeddings stay 2-D; a weight that changed behind the hooks is derived again first."""
+        if not self.kernels:
+            return False
+        assert self.weight is not None
+        if self.weight.is_stale() and not (self.weight.fn.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.refresh()
+        return True
+
+    def kernel(self, tokens: int) -> str:
+        """Which of the accepted kernels runs this many tokens."""
+        if len(self.kernels) == 1:
+            return self.kernels[0]
+        return "fused" if tokens <= FUSED_MOST_TOKENS else "vllm"
+
+    def fused(self, x: Tensor, scale: Tensor, base: Tensor, norm_weight: Tensor) -> Pre:
+        """Our kernel, with the outputs of vLLM's: residual [T, hc, H], post, comb, layer input [T, H]."""
+        assert self.weight is not None
+        out = mhc.pre_broadcast(x, self.weight.tensor, scale, base, norm_weight, self._config)
+        assert isinstance(out, mhc.PreOutput)
+        assert out.comb is not None
+        return out.residual, out.post, out.comb, out.layer_input
+
+    def _choose(self) -> None:
+        accepted, said = [], []
+        for name in self._candidates():
+            try:
+                self._config = self.config()
+                self._warm_up(name)
+                error = selfcheck.check(self._candidate(name), self.layer, self._config, self.delayed, name)
+            except Rejected as rejected:
+                said.append(f"{name} refused: {rejected}")
+            except Exception as failure:  # a kernel that this host cannot run must not stop the engine
+                said.append(f"{name} refused: {type(failure).__name__}: {failure}")
+            else:
+                accepted.append(name)
+                said.append(f"{name} accepted, error {error:.2f} of its bound")
+        self.kernels = tuple(accepted)
+        if len(accepted) == 2:
+            mode = f"auto (fused up to {FUSED_MOST_TOKENS} tokens, vllm above)"
+        else:
+            mode = accepted[0] if accepted else "off, vLLM's unpatched path"
+        assert self.weight is not None
+        logger.info("mhc: DSpark's first pre: mode %s; %s; derived weight %d bytes", mode, "; ".join(said),
+                    self.weight.tensor.nbytes)  # fmt: skip
+
+    def _candidates(self) -> tuple[str, ...]:
+        if self.delayed:
+            return ("vllm",)
+        return ("fused", "vllm") if self.choice == "auto" else (self.choice,)
+
+    def _candidate(self, name: str) -> Any:
+        layer = self.layer
+        if name == "vllm":
+            return lambda x: self.vllm_pre(layer, x)
+        return lambda x: self.fused(x, layer.hc_attn_scale, layer.hc_attn_base, layer.attn_norm.weight.data)
+
+    def _warm_up(self, name: str) -> None:
+        """Compile what this kernel can reach: the first request must find everything compiled."""
+        fn = self.layer.hc_attn_fn
+        if not fn.is_cuda:
+            return
+        both = not self.delayed and self.choice == "auto"
+        if name == "fused":
+            most = min(self.max_tokens, FUSED_MOST_TOKENS) if both else self.max_tokens
+            for wanted, *args in launch.reachable(self._config, most):
+                if wanted == "fused" and args[-2:] == [True, "all"]:
+                    launch.kernel(fn.get_device(), wanted, *args)
+            return
+        x = torch.zeros(self.max_tokens, self._config.hidden_size, dtype=torch.bfloat16, device=fn.device)
+        for tokens in range(1, self.max_tokens + 1, SPLIT_TOKENS):
+            self.vllm_pre(self.layer, x[:tokens])
+
+
+def keeps_embeddings(draft: nn.Module) -> bool:
+    """What the patched forward asks: whether this draft's embeddings stay 2-D into its first layer."""
+    state = draft.__dict__.get(STATE)
+    return state is not None and state.is_active()
+
+
+def refresh_all() -> None:
+    """Derive every live draft's weight again: a reload of any model has ended."""
+    for state in list(_alive):
+        if state.weight is not None:  # one that was never made waits for its own load
+            state.refresh()
