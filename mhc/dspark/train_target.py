@@ -62,7 +62,7 @@ def train_target(
     def losses_of(ids: Tensor, lengths: Tensor, prompt_lengths: Tensor) -> Losses:
         batch = Batch(ids, lengths, prompt_lengths)
         answer = batch.answer_mask()
-        weight = torch.where(answer, 1.0, QUESTION_WEIGHT) * batch.token_mask()
+        weight = (answer + QUESTION_WEIGHT * ~answer) * batch.token_mask()
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             logits = target.logits(target(ids).hidden)
         loss = next_token_loss(logits, ids, weight)

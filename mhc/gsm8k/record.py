@@ -43,7 +43,7 @@ class Scope:
         graphs: replay rounds as CUDA graphs, where there is CUDA.
         speed_rounds: interleaved repetitions of each, at most.
         speed_tokens: of an answer while speed is measured, at most `max_tokens`.
-        speed_s: no further round of a batch size and launch once it took so many seconds, warm-up included (one always runs).
+        speed_s: no further round of a batch size and launch once these took so many seconds; one is always recorded.
         max_tokens: of an answer.
         seed: of sampling.
         rule: by which answers are judged.
