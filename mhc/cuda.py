@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from mhc import launch
@@ -11,17 +12,12 @@ from mhc.launch import PROJECT_TILE, many_streams, one_stream
 Mixed = tuple[Tensor, Tensor, Tensor]  # post [T, hc, 1], comb [T, hc, hc], layer_input [T, H]
 
 
-def _outputs(like: Tensor, scale: Tensor, tokens: int, config: MHCConfig) -> Mixed:
-    """post [T, hc], comb [T, hc * hc] beside `scale` (fp32) and layer_input [T, H] beside `like` (bf16).
+# `new_empty` and `empty_like` cost less than a `torch.empty` told dtype and device, which shows in a call of 10 us
 
-    `new_empty` costs less than `torch.empty` told a dtype and a device: where a call takes 10 us that shows.
-    """
-    hc = config.hc_mult
-    return (
-        scale.new_empty((tokens, hc)),
-        scale.new_empty((tokens, hc * hc)),
-        like.new_empty((tokens, config.hidden_size)),
-    )
+
+def _mixes(scale: Tensor, tokens: int, config: MHCConfig) -> tuple[Tensor, Tensor]:
+    """post [T, hc] and comb [T, hc * hc], fp32 as `scale` is."""
+    return scale.new_empty((tokens, config.hc_mult)), scale.new_empty((tokens, config.hc_mult**2))
 
 
 def _shaped(post: Tensor, comb: Tensor, layer_input: Tensor, hc: int) -> Mixed:
@@ -33,7 +29,8 @@ def pre_broadcast(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, hc = x.shape[0], config.hc_mult
     residual = x.new_empty((tokens, hc, config.hidden_size))
-    post, comb, layer_input = _outputs(x, scale, tokens, config)
+    post, comb = _mixes(scale, tokens, config)
+    layer_input = torch.empty_like(x)
     if tokens:
         device, has_norm = x.get_device(), norm_weight is not None
         weight = norm_weight if norm_weight is not None else x[0]  # a row of the right shape, never read
@@ -53,7 +50,7 @@ def pre_collapsed(
     x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_weight: Tensor | None, config: MHCConfig
 ) -> tuple[Tensor, Tensor]:
     tokens = x.shape[0]
-    post, layer_input = scale.new_empty((tokens, config.hc_mult)), x.new_empty((tokens, config.hidden_size))
+    post, layer_input = scale.new_empty((tokens, config.hc_mult)), torch.empty_like(x)
     if tokens:
         variant = one_stream(config, tokens)
         weight = norm_weight if norm_weight is not None else x[0]
@@ -85,7 +82,8 @@ def gather(
     tokens, hc = ids.shape[0], config.hc_mult
     copies = 1 if collapsed else hc
     residual = embedding.new_empty((tokens, copies, config.hidden_size))
-    post, comb, layer_input = _outputs(embedding, table[0], tokens, config)
+    post, comb = _mixes(table[0], tokens, config)
+    layer_input = embedding.new_empty((tokens, config.hidden_size))
     if tokens:
         weight = norm_weight if norm_weight is not None else embedding[0]
         run = launch.kernel(ids.get_device(), "gather", config, norm_weight is not None, collapsed)
@@ -97,7 +95,8 @@ def pre(
     residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_weight: Tensor | None, config: MHCConfig
 ) -> Mixed:
     tokens = residual.shape[0]
-    post, comb, layer_input = _outputs(residual, scale, tokens, config)
+    post, comb = _mixes(scale, tokens, config)
+    layer_input = residual.new_empty((tokens, config.hidden_size))
     if tokens:
         variant = many_streams(config, tokens)
         weight = norm_weight if norm_weight is not None else layer_input[0]
@@ -121,7 +120,8 @@ def post_pre(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, hc = output.shape[0], config.hc_mult
     out = output.new_empty((tokens, hc, config.hidden_size))
-    mixed = _outputs(output, scale, tokens, config)
+    new_post, new_comb = _mixes(scale, tokens, config)
+    layer_input = torch.empty_like(output)
     if tokens:
         variant = many_streams(config, tokens)
         weight = norm_weight if norm_weight is not None else output[0]
@@ -129,8 +129,8 @@ def post_pre(
         run = launch.kernel(
             output.get_device(), "streams", config, variant.tile, variant.clusters, norm_weight is not None, source
         )
-        run(output, *_old(residual, post, comb, hc), fn, scale, base, weight, out, *mixed)
-    return out, *_shaped(*mixed, hc)
+        run(output, *_old(residual, post, comb, hc), fn, scale, base, weight, out, new_post, new_comb, layer_input)
+    return out, *_shaped(new_post, new_comb, layer_input, hc)
 
 
 def post(output: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None) -> Tensor:
