@@ -13,13 +13,15 @@ from train_tools import made_up, samples
 from mhc.__main__ import main
 from mhc.dspark import DSparkDraft, Target, V4Config, anchored_forward, initialise
 from mhc.dspark import tokenizer as tokenizers
-from mhc.dspark.artifacts import load_pair, read_card
+from mhc.dspark.artifacts import Pair, load_pair, read_card
+from mhc.dspark.batch import Completion
 from mhc.dspark.corpus import Sample, collate, encode
 from mhc.dspark.losses import draft_losses, next_token_loss
 from mhc.dspark.optimise import Plan, train
 from mhc.dspark.train_draft import draw_anchors, start_from_target, train_draft
 from mhc.dspark.train_target import train_target
 from mhc.gsm8k.data import SHA256, sha256
+from mhc.gsm8k.record import Scope, throughput
 from mhc.gsm8k.rows import questions, read
 
 
@@ -245,3 +247,20 @@ def test_commands_end_to_end(gsm8k_folder: Path, monkeypatch: pytest.MonkeyPatch
     (out / "draft.safetensors").write_bytes(b"x")
     with pytest.raises(ValueError, match="its card says"):
         load_pair(out)
+
+
+def test_speed_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def generate(target: object, prompts: list[list[int]], max_new_tokens: int, **options: object) -> list[Completion]:
+        asked.append((len(prompts), max_new_tokens))
+        return [Completion([5] * 3, "length") for _ in prompts]
+
+    monkeypatch.setattr("mhc.gsm8k.record.generate", generate)
+    pair = Pair(Target(V4Config.tiny("dense")), None, None)  # type: ignore[arg-type]
+    bounded = Scope(speed_requests=(1, 64), speed_s=0.0)
+    lines = list(throughput(pair, [[0]] * 64, bounded))
+    assert [len(line["wall_s"]) for line in lines] == [1] * 6  # three arms, two batch sizes, one round recorded
+    assert set(asked) == {(2, 96), (64, 96)}
+    assert len(next(throughput(pair, [[0]] * 64, Scope(max_tokens=9)))["wall_s"]) == 3
+    assert asked[-1] == (2, 9)
