@@ -42,7 +42,7 @@ def test_refused(tensor: Any, message: str) -> None:
 
 
 def test_the_first_mismatch_is_the_one_named() -> None:
-    with pytest.raises(ValueError, match="^b must"):
+    with pytest.raises(ValueError, match=r"^b must"):
         check({}, CPU, a=(torch.zeros(2), FP32, (2,)), b=(torch.zeros(2), BF16, (2,)), c=(torch.zeros(3), FP32, (2,)))
 
 
