@@ -7,6 +7,7 @@ a DSpark module is patched when vLLM imports it, so every other model is served 
 Environment:
     MHC_DISABLE: 1 turns the plugin off.
     MHC_FIRST_PRE: `auto` (default), `vllm` or `fused`, the kernel of the draft's first pre.
+    MHC_POST_PRE: `vllm` (default) or `ours`, the kernel of every other post + pre of V4's target and draft.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ def register() -> None:
     Raises:
         ValueError: an environment variable has an unknown value.
     """
+    from mhc.vllm_plugin import post_pre
     from mhc.vllm_plugin.after_import import after_import
     from mhc.vllm_plugin.first_pre import CHOICES
     from mhc.vllm_plugin.installed import MODELS, draft_module
 
     disabled = _one_of("MHC_DISABLE", ("0", "1"))
     choice = _one_of("MHC_FIRST_PRE", CHOICES)
+    of_layers = _one_of("MHC_POST_PRE", post_pre.CHOICES)
     if disabled == "1":
         logger.info("mhc: off, MHC_DISABLE is 1")
         return
-    after_import([draft_module(model) for model in MODELS], lambda module: _patch(module, choice))
+    after_import([draft_module(model) for model in MODELS], lambda module: _patch(module, choice, of_layers))
 
 
 def _one_of(name: str, accepted: tuple[str, ...]) -> str:
@@ -43,7 +46,7 @@ def _one_of(name: str, accepted: tuple[str, ...]) -> str:
     return value
 
 
-def _patch(module: ModuleType, choice: str) -> None:
+def _patch(module: ModuleType, choice: str, of_layers: str) -> None:
     """Patch or leave alone, with one line that says which; an unknown vLLM must still serve."""
     from mhc.vllm_plugin import installed
     from mhc.vllm_plugin.patch import patch
@@ -51,7 +54,7 @@ def _patch(module: ModuleType, choice: str) -> None:
 
     version = (installed.find() or ("unknown",))[0]
     try:
-        match, _ = patch(module, choice)
+        match, _ = patch(module, choice, of_layers)
     except Mismatch as error:
         logger.warning("mhc: vLLM %s left unpatched, %s: %s", version, module.__name__, error)
     except Exception as error:

@@ -6,7 +6,8 @@ What changes in a process that imports a DSpark module (and in no other):
 - the draft's constructor, which attaches a `FirstPre`, its `load_weights` and `process_weights_after_loading`, which
   derive its weight;
 - the loader of vLLM 0.26.0, which calls no model's `process_weights_after_loading`, and the end of a layerwise reload;
-- the layer's broadcast op, which runs our kernel for tensors that a `FirstPre` derived and vLLM's for all others.
+- the layer's broadcast op, which runs our kernel for tensors that a `FirstPre` derived and vLLM's for all others;
+- with `MHC_POST_PRE=ours`, the op of all other layers of V4, target and draft, see `post_pre`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mhc.vllm_plugin.first_pre import STATE, FirstPre, keeps_embeddings, refresh_all
+from mhc.vllm_plugin.post_pre import PostPre
 from mhc.vllm_plugin.source import (
     BROADCAST_OP,
     DELAYED_OP,
@@ -36,6 +38,7 @@ from mhc.vllm_plugin.source import (
 )
 
 CAUSAL_CLASS = "DSparkDeepseekV4ForCausalLM"
+POST_PRE_OP = "mhc_fused_post_pre_tilelang"
 LOADER = "vllm.model_executor.model_loader"
 ABSENT = object()
 
@@ -72,12 +75,13 @@ class Changes:
                 setattr(owner, name, before)
 
 
-def patch(module: ModuleType, choice: str) -> tuple[Match, Changes]:
+def patch(module: ModuleType, choice: str, post_pre: str) -> tuple[Match, Changes]:
     """Patch an imported DSpark module.
 
     Args:
         module: vLLM's `models.deepseek_v4.nvidia.dspark` or its V4.1 twin.
         choice: `MHC_FIRST_PRE`.
+        post_pre: `MHC_POST_PRE`.
 
     Returns:
         What was matched, and the changes, for `undo`.
@@ -111,6 +115,8 @@ def patch(module: ModuleType, choice: str) -> tuple[Match, Changes]:
         changes.set(causal_class, name, _then_refresh(original, name))
     if not match.delayed:
         changes.set(layer_module, BROADCAST_OP, _dispatcher(op))
+        if post_pre == "ours":
+            changes.set(layer_module, POST_PRE_OP, PostPre(_attribute(layer_module, POST_PRE_OP)))
     _loader_changes(changes)
     changes.apply()
     return match, changes

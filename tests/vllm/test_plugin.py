@@ -22,10 +22,12 @@ from torch import nn
 from vllm_models import LOADER, Ops, fill, vllm_config
 from vllm_stubs import release as stubbed
 
+import mhc
 import mhc.vllm_plugin as plugin
 from mhc import reference
 from mhc.vllm_plugin import after_import, first_pre, installed
 from mhc.vllm_plugin.first_pre import STATE
+from mhc.vllm_plugin.post_pre import PostPre
 from mhc.vllm_plugin.source import WEIGHT
 
 Loaded = Callable[..., Any]
@@ -36,7 +38,7 @@ def vllm(release: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """The release's modules; `load()` registers the plugin, imports its draft and builds one."""
     version, model = release
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    for name in ("MHC_DISABLE", "MHC_FIRST_PRE"):
+    for name in ("MHC_DISABLE", "MHC_FIRST_PRE", "MHC_POST_PRE"):
         monkeypatch.delenv(name, raising=False)
     ops = Ops()
     with stubbed(vllm_wheels.package(version), vllm_models.real_modules(model)):
@@ -49,9 +51,9 @@ def vllm(release: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[
             vllm_models.prepare(module, ops)
             seen.append(module)
 
-        def prepared(module: ModuleType, choice: str) -> None:
+        def prepared(module: ModuleType, *choices: str) -> None:
             prepare(module)
-            real_patch(module, choice)
+            real_patch(module, *choices)
 
         monkeypatch.setattr(plugin, "_patch", prepared)
 
@@ -93,14 +95,14 @@ def same(a: torch.Tensor, b: torch.Tensor) -> None:
 def test_first_layer_takes_the_2d_path_with_the_same_output(vllm: SimpleNamespace) -> None:
     model = vllm.load()
     unpatched = run(model)
-    assert vllm.ops.ran == {"repeat": 1}
+    assert vllm.ops.first == {"repeat": 1}
     hook(model)
     vllm.ops.ran.clear()
     state = model.model.__dict__[STATE]
     out = run(model)
     assert vllm.ops.ran["repeat"] == 0
     if vllm.delayed:
-        assert vllm.ops.ran == {"broadcast": 1}
+        assert vllm.ops.first == {"broadcast": 1}
     else:
         assert state.calls == {"vllm": 0, "fused": 1}
     same(out, unpatched)
@@ -109,7 +111,7 @@ def test_first_layer_takes_the_2d_path_with_the_same_output(vllm: SimpleNamespac
 def test_unpatched_vllm_is_what_the_plugin_falls_back_to(vllm: SimpleNamespace) -> None:
     model = vllm.load(MHC_DISABLE="1")
     plain = run(model)
-    assert vllm.ops.ran == {"repeat": 1}
+    assert vllm.ops.first == {"repeat": 1}
     assert not hasattr(sys.modules[vllm.name], "_mhc_keeps_embeddings")
     assert STATE not in vars(model.model)
     assert plain.shape == (9, vllm_models.HIDDEN)
@@ -233,7 +235,7 @@ def test_a_wrong_kernel_is_refused(vllm: SimpleNamespace, caplog: pytest.LogCapt
     assert "layer input is off" in line
     vllm.ops.ran.clear()
     assert torch.equal(run(model), unpatched)
-    assert vllm.ops.ran == {"repeat": 1}
+    assert vllm.ops.first == {"repeat": 1}
 
 
 def test_without_deepgemm_ours_runs_at_every_size(vllm: SimpleNamespace) -> None:
@@ -259,7 +261,7 @@ def test_a_wrong_fold_is_refused(vllm: SimpleNamespace, monkeypatch: pytest.Monk
     assert model.model.__dict__[STATE].kernels == ()
     vllm.ops.ran.clear()
     run(model)
-    assert vllm.ops.ran == {"repeat": 1}
+    assert vllm.ops.first == {"repeat": 1}
 
 
 def test_the_target_keeps_its_own_kernel(vllm: SimpleNamespace) -> None:
@@ -272,7 +274,55 @@ def test_the_target_keeps_its_own_kernel(vllm: SimpleNamespace) -> None:
     fill(target, 4)
     setattr(target, WEIGHT, reference.fold(target.hc_attn_fn, vllm_models.HC).detach())
     target(torch.zeros(3, vllm_models.HIDDEN, dtype=torch.bfloat16), torch.arange(3), None)
-    assert vllm.ops.ran == {"broadcast": 1}
+    assert vllm.ops.first == {"broadcast": 1}
+
+
+@pytest.mark.parametrize("choice", ["vllm", "ours"])
+def test_post_pre_of_every_layer(vllm: SimpleNamespace, choice: str) -> None:
+    model = vllm.load(MHC_POST_PRE="vllm")
+    hook(model)
+    wanted = run(model)
+    ran = vllm.ops.ran["post_pre"]
+    if vllm.delayed:
+        assert ran == 0
+        return
+    assert ran == 5  # three layers, two sub-layers, less the first pre
+    layers = importlib.import_module(type(layer(model)).__module__)
+    if choice == "ours":
+        layers.mhc_fused_post_pre_tilelang = PostPre(layers.mhc_fused_post_pre_tilelang)
+    assert torch.equal(run(model), wanted)
+    assert vllm.ops.ran["post_pre"] == (2 * ran if choice == "vllm" else ran)
+
+
+def test_post_pre_by_the_environment(vllm: SimpleNamespace) -> None:
+    model = vllm.load(MHC_POST_PRE="ours")
+    hook(model)
+    run(model)
+    assert vllm.ops.ran["post_pre"] == 0
+    op = getattr(importlib.import_module(type(layer(model)).__module__), "mhc_fused_post_pre_tilelang", None)
+    assert isinstance(op, PostPre) != vllm.delayed
+
+
+@pytest.mark.parametrize("output", range(4))
+def test_a_wrong_post_pre_is_refused(
+    vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, output: int
+) -> None:
+    if vllm.delayed or vllm.version != "0.33.0":
+        return
+    model = vllm.load(MHC_POST_PRE="ours")
+    right = mhc.post_pre
+
+    def wrong(*args: Any) -> mhc.PreOutput:
+        values = list(right(*args))
+        values[output] = values[output] * 1.03
+        return mhc.PreOutput(*values)
+
+    monkeypatch.setattr("mhc.vllm_plugin.post_pre.mhc.post_pre", wrong)
+    monkeypatch.setattr("vllm_models.mhc.post_pre", wrong)
+    with caplog.at_level(logging.INFO, "vllm.plugins.mhc"):
+        run(model)
+    assert any("ours is refused" in r.getMessage() for r in caplog.records)
+    assert vllm.ops.ran["post_pre"] == 5
 
 
 def test_a_doctored_module_is_left_alone(
@@ -291,7 +341,7 @@ def test_a_doctored_module_is_left_alone(
     assert STATE not in vars(model.model)
     assert not hasattr(sys.modules[vllm.name], "_mhc_keeps_embeddings")
     run(model)
-    assert vllm.ops.ran == {"repeat": 1}
+    assert vllm.ops.first == {"repeat": 1}
 
 
 def test_a_failure_half_way_changes_nothing(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +354,7 @@ def test_a_failure_half_way_changes_nothing(vllm: SimpleNamespace, monkeypatch: 
     model = vllm.load()
     assert STATE not in vars(model.model)
     run(model)
-    assert vllm.ops.ran == {"repeat": 1}
+    assert vllm.ops.first == {"repeat": 1}
 
 
 def test_registering_twice_patches_once(vllm: SimpleNamespace) -> None:
@@ -316,7 +366,9 @@ def test_registering_twice_patches_once(vllm: SimpleNamespace) -> None:
     run(model)
 
 
-@pytest.mark.parametrize(("name", "value"), [("MHC_FIRST_PRE", "fastest"), ("MHC_DISABLE", "yes")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("MHC_FIRST_PRE", "fastest"), ("MHC_POST_PRE", "fused"), ("MHC_DISABLE", "yes")]
+)
 def test_unknown_settings(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"{name} must be one of .*, got '{value}'"):
@@ -324,10 +376,11 @@ def test_unknown_settings(name: str, value: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_imported_module_is_patched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("json.tool")
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     seen: list[ModuleType] = []
     after_import.after_import(["json.tool", "not_there"], seen.append)
-    assert seen == ([sys.modules["json.tool"]] if "json.tool" in sys.modules else [])
+    assert seen == [sys.modules["json.tool"]]
     monkeypatch.delitem(sys.modules, "json.tool", raising=False)
     module = importlib.import_module("json.tool")
     assert seen[-1] is module

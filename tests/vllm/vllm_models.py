@@ -35,6 +35,11 @@ class Ops:
         self.ran: Counter[str] = Counter()
         self.broken = False
 
+    @property
+    def first(self) -> dict[str, int]:
+        """Only the standalone pres."""
+        return {name: count for name, count in self.ran.items() if name != "post_pre" and count}
+
     def config(
         self, hidden: int, rms_eps: float, pre_eps: float, sink_eps: float, mult: float, iters: int, norm_eps: float
     ) -> MHCConfig:
@@ -78,6 +83,7 @@ class Ops:
         norm_eps: float,
         **_: Any,
     ) -> Any:
+        self.ran["post_pre"] += 1
         config = self.config(x.shape[-1], *constants, norm_eps)
         return tuple(mhc.post_pre(x, r, post, comb, fn, scale, base, norm_weight, config))
 
