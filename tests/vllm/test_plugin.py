@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,74 +16,14 @@ from typing import Any
 import pytest
 import torch
 import vllm_models
-import vllm_wheels
 from torch import nn
-from vllm_models import LOADER, Ops, fill, vllm_config
-from vllm_stubs import release as stubbed
+from vllm_models import LOADER, fill, hook, layer, run, vllm_config
 
-import mhc
 import mhc.vllm_plugin as plugin
 from mhc import reference
-from mhc.vllm_plugin import after_import, first_pre, installed
+from mhc.vllm_plugin import after_import, first_pre
 from mhc.vllm_plugin.first_pre import STATE
-from mhc.vllm_plugin.post_pre import PostPre
 from mhc.vllm_plugin.source import WEIGHT
-
-Loaded = Callable[..., Any]
-
-
-@pytest.fixture
-def vllm(release: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """The release's modules; `load()` registers the plugin, imports its draft and builds one."""
-    version, model = release
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    for name in ("MHC_DISABLE", "MHC_FIRST_PRE", "MHC_POST_PRE"):
-        monkeypatch.delenv(name, raising=False)
-    ops = Ops()
-    with stubbed(vllm_wheels.package(version), vllm_models.real_modules(model)):
-        name = installed.draft_module(model)
-        real_patch = plugin._patch
-
-        seen: list[ModuleType] = []
-
-        def prepare(module: ModuleType) -> None:
-            vllm_models.prepare(module, ops)
-            seen.append(module)
-
-        def prepared(module: ModuleType, *choices: str) -> None:
-            prepare(module)
-            real_patch(module, *choices)
-
-        monkeypatch.setattr(plugin, "_patch", prepared)
-
-        def load(**environment: str) -> Any:
-            for variable, value in environment.items():
-                monkeypatch.setenv(variable, value)
-            plugin.register()
-            module = importlib.import_module(name)
-            if module not in seen:
-                prepare(module)
-            made = module.DSparkDeepseekV4ForCausalLM(vllm_config=vllm_config(), prefix="")
-            fill(made, 1)
-            return made
-
-        yield SimpleNamespace(load=load, ops=ops, version=version, name=name, delayed=model == "deepseek_v41")
-
-
-def run(model: Any, tokens: int = 9) -> torch.Tensor:
-    ids = torch.arange(tokens) % vllm_models.VOCAB
-    with torch.inference_mode():
-        return model(ids, ids)
-
-
-def layer(model: Any) -> Any:
-    return model.model.layers[0]
-
-
-def hook(model: Any) -> None:
-    """The end of a load, by the release's own loader."""
-    utils = importlib.import_module(f"{LOADER}.utils")
-    utils.process_weights_after_loading(model, SimpleNamespace(dtype=None, quantization=None), torch.device("cpu"))
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -275,54 +214,6 @@ def test_the_target_keeps_its_own_kernel(vllm: SimpleNamespace) -> None:
     setattr(target, WEIGHT, reference.fold(target.hc_attn_fn, vllm_models.HC).detach())
     target(torch.zeros(3, vllm_models.HIDDEN, dtype=torch.bfloat16), torch.arange(3), None)
     assert vllm.ops.first == {"broadcast": 1}
-
-
-@pytest.mark.parametrize("choice", ["vllm", "ours"])
-def test_post_pre_of_every_layer(vllm: SimpleNamespace, choice: str) -> None:
-    model = vllm.load(MHC_POST_PRE="vllm")
-    hook(model)
-    wanted = run(model)
-    ran = vllm.ops.ran["post_pre"]
-    if vllm.delayed:
-        assert ran == 0
-        return
-    assert ran == 5  # three layers, two sub-layers, less the first pre
-    layers = importlib.import_module(type(layer(model)).__module__)
-    if choice == "ours":
-        layers.mhc_fused_post_pre_tilelang = PostPre(layers.mhc_fused_post_pre_tilelang)
-    assert torch.equal(run(model), wanted)
-    assert vllm.ops.ran["post_pre"] == (2 * ran if choice == "vllm" else ran)
-
-
-def test_post_pre_by_the_environment(vllm: SimpleNamespace) -> None:
-    model = vllm.load(MHC_POST_PRE="ours")
-    hook(model)
-    run(model)
-    assert vllm.ops.ran["post_pre"] == 0
-    op = getattr(importlib.import_module(type(layer(model)).__module__), "mhc_fused_post_pre_tilelang", None)
-    assert isinstance(op, PostPre) != vllm.delayed
-
-
-@pytest.mark.parametrize("output", range(4))
-def test_a_wrong_post_pre_is_refused(
-    vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, output: int
-) -> None:
-    if vllm.delayed or vllm.version != "0.33.0":
-        return
-    model = vllm.load(MHC_POST_PRE="ours")
-    right = mhc.post_pre
-
-    def wrong(*args: Any) -> mhc.PreOutput:
-        values = list(right(*args))
-        values[output] = values[output] * 1.03
-        return mhc.PreOutput(*values)
-
-    monkeypatch.setattr("mhc.vllm_plugin.post_pre.mhc.post_pre", wrong)
-    monkeypatch.setattr("vllm_models.mhc.post_pre", wrong)
-    with caplog.at_level(logging.INFO, "vllm.plugins.mhc"):
-        run(model)
-    assert any("ours is refused" in r.getMessage() for r in caplog.records)
-    assert vllm.ops.ran["post_pre"] == 5
 
 
 def test_a_doctored_module_is_left_alone(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -217,3 +217,19 @@ def fill(model: nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def run(model: Any, tokens: int = 9) -> torch.Tensor:
+    ids = torch.arange(tokens) % VOCAB
+    with torch.inference_mode():
+        return model(ids, ids)
+
+
+def layer(model: Any) -> Any:
+    return model.model.layers[0]
+
+
+def hook(model: Any) -> None:
+    """The end of a load, by the release's own loader."""
+    utils = importlib.import_module(f"{LOADER}.utils")
+    utils.process_weights_after_loading(model, SimpleNamespace(dtype=None, quantization=None), torch.device("cpu"))
