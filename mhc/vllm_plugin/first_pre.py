@@ -159,10 +159,8 @@ class FirstPre:
         fn = self.layer.hc_attn_fn
         if not fn.is_cuda:
             return
-        both = not self.delayed and self.choice == "auto"
         if name == "fused":
-            most = min(self.max_tokens, FUSED_MOST_TOKENS) if both else self.max_tokens
-            for wanted, *args in launch.reachable(self._config, most):
+            for wanted, *args in launch.reachable(self._config, self.max_tokens):
                 if wanted == "fused" and args[-2:] == [True, "all"]:
                     launch.kernel(fn.get_device(), wanted, *args)
             return

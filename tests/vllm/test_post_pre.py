@@ -12,7 +12,9 @@ import torch
 from vllm_models import hook, layer, run
 
 import mhc
-from mhc.vllm_plugin.post_pre import PostPre
+from mhc import launch
+from mhc.config import MHCConfig
+from mhc.vllm_plugin.post_pre import ALL_TOKENS, PostPre
 
 
 @pytest.mark.parametrize("choice", ["vllm", "ours"])
@@ -63,3 +65,12 @@ def test_a_wrong_post_pre_is_refused(
         run(model)
     assert any("ours is refused" in r.getMessage() for r in caplog.records)
     assert vllm.ops.ran["post_pre"] == 5
+
+
+def test_the_warm_ups_name_kernels_that_exist() -> None:
+    """What is compiled while loading is every variant of the two kernels that the plugin launches."""
+    config = MHCConfig(4096)
+    names = [(name, args[-2:]) for name, *args in launch.reachable(config, ALL_TOKENS)]
+    assert names.count(("fused", [True, "all"])) == len({(v.tile, v.clusters) for v in launch.ONE_STREAM})
+    many = {launch.many_streams(config, tokens) for tokens in range(1, 1000)}
+    assert names.count(("streams", [True, "post_pre"])) == len({(v.tile, v.clusters) for v in many})
