@@ -52,6 +52,8 @@ PICKS_KEPT = 16384  # of (config, T): a pick costs a microsecond
 def one_stream(config: MHCConfig, tokens: int) -> Variant:
     """The variant of a kernel on embeddings; many rows of `fn` a warp (hc > 4) leave registers for fewer tokens."""
     most = max(1, 27 // -(-config.mix_rows // 8))
+    if config.hidden_size > 4096:
+        most = min(most, 8)  # `fn` no longer stays in registers, and a ninth token would spill
     return _pick(ONE_STREAM, tokens, most)
 
 
@@ -70,8 +72,8 @@ def many_streams(config: MHCConfig, tokens: int) -> Variant:
 
 
 def _pick(variants: tuple[Variant, ...], tokens: int, most_tile: int) -> Variant:
-    fitting = [v for v in variants if v.tile <= most_tile]
-    return next((v for v in fitting if tokens <= v.most), fitting[-1])
+    variant = next(v for v in variants if tokens <= v.most)
+    return variant._replace(tile=min(variant.tile, most_tile))
 
 
 def factory(name: str) -> Callable[..., Any]:
