@@ -37,6 +37,10 @@ def faults(text: str) -> list[str]:
         found.append("the first cell must be Markdown that begins with the title")
     if not code_cells or node.cells[-1] is not code_cells[-1] or not has_assert(code_cells[-1].source):
         found.append("the last cell must be the checks: code with an assert")
+    # interact and nbclient now and then wait for each other: JupyterLab runs a slider, its static twin is what is tested
+    tags = [set(cell.metadata.get("tags", [])) for cell in code_cells]
+    if any("interactive" in cell and "skip-execution" not in cell for cell in tags):
+        found.append("an interactive cell must also be tagged skip-execution")
     mocked = {name for cell in code_cells for name in cell.metadata.get("nbmake", {}).get("mock", {})}
     source = "\n".join(cell.source for cell in code_cells)
     found += [f"nbmake.mock sets {name}, which no cell defines" for name in mocked if f"{name} = " not in source]
@@ -83,6 +87,7 @@ def test_a_good_notebook_has_no_faults():
         (lambda nb: nb.cells[0].update(source="# T\n\nquestion answer run time"), "needs a gpu"),
         (lambda nb: nb.cells.append(markdown("end")), "checks"),
         (lambda nb: nb.cells[-1].update(source="# assert nothing"), "checks"),
+        (lambda nb: nb.cells[1].metadata.update(tags=["interactive"]), "skip-execution"),
         (lambda nb: nb.cells[1].metadata.update(nbmake={"mock": {"M": 1}}), "nbmake.mock sets M"),
     ],
 )
