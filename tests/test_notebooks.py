@@ -37,7 +37,7 @@ def faults(text: str) -> list[str]:
         found.append("the first cell must be Markdown that begins with the title")
     if not code_cells or node.cells[-1] is not code_cells[-1] or not has_assert(code_cells[-1].source):
         found.append("the last cell must be the checks: code with an assert")
-    # interact and nbclient now and then wait for each other: JupyterLab runs a slider, its static twin is what is tested
+    # interact and nbclient now and then wait for each other: a slider runs in JupyterLab, its static twin here
     tags = [set(cell.metadata.get("tags", [])) for cell in code_cells]
     if any("interactive" in cell and "skip-execution" not in cell for cell in tags):
         found.append("an interactive cell must also be tagged skip-execution")
