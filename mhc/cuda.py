@@ -1,4 +1,4 @@
-"""The ops on CUDA: allocate the outputs and launch. Arguments have been checked by `mhc.ops`."""
+"""The ops on CUDA: allocate outputs and launch. The kernels' host stubs check; `mhc.ops` explains a refusal."""
 
 from __future__ import annotations
 

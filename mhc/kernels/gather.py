@@ -40,11 +40,11 @@ def gather(config: MHCConfig, has_norm: bool, collapsed: bool):
             xb = T.alloc_local((8,), "bfloat16")
             wb = T.alloc_local((8,), "bfloat16")
             factor = T.alloc_local((2,), "float32")
+            T.pdl_sync()  # before any read: the kernel ahead may have been a refit of the weight
+            T.pdl_trigger()
             if has_norm and col < hidden:
                 for e in T.vectorized(8):
                     wb[e] = weight[col + e]
-            T.pdl_sync()
-            T.pdl_trigger()
             row = ids[token]
             known = T.bitwise_and(row >= 0, row < T.cast(vocab, "int64"))
             for e in T.unroll(8):
