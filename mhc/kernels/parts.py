@@ -129,12 +129,24 @@ def sync_workers():
 def exchange(plan, width, stage, part, arrived, step, rank, tid):
     """part[parity, rank] on every block of the cluster = this block's stage[parity] [tile, width]; waits for all eight.
 
-    Both are double-buffered, which suffices: a block sends its next sums only after it has read these.
+    Both are double-buffered, which suffices: a block sends its next sums only after it has read these. Warp w sends to
+    block w; the block's own sums are stored plainly, since the engine's target has to be another block.
     """
     size = plan.tile * width
-    if tid % 32 == 0:
-        send((stage, part), size, (step % 2 * CLUSTER + rank) * size, step % 2 * size, arrived[step % 2], tid // 32)
-    T.mbarrier_wait_parity(arrived[step % 2], step // 2 % 2)
+    parity = step % 2
+    lane = tid % 32
+    if tid // 32 == rank:
+        for i in T.unroll(T.ceildiv(size, 32)):
+            if i * 32 + lane < size:
+                t = (i * 32 + lane) // width
+                m = (i * 32 + lane) % width
+                part[parity, rank, t, m] = stage[parity, t, m]
+        T.sync_warp()
+        if lane == 0:
+            T.mbarrier_arrive(arrived[parity])
+    elif lane == 0:
+        send((stage, part), size, (parity * CLUSTER + rank) * size, parity * size, arrived[parity], tid // 32)
+    T.mbarrier_wait_parity(arrived[parity], step // 2 % 2)
 
 
 @T.macro

@@ -124,7 +124,13 @@ def cluster_send(width: int = 128) -> Any:
                     mine[row % 2, tid] = x[row, block, tid]
                     T.fence_proxy_async()
                     T.sync_threads(1, width)
-                    if tid % 32 == 0:
+                    if tid // 32 == block:
+                        for i in T.serial(width // 32):
+                            gathered[row % 2, block, i * 32 + tid % 32] = mine[row % 2, i * 32 + tid % 32]
+                        T.sync_warp()
+                        if tid % 32 == 0:
+                            T.mbarrier_arrive(arrived[row % 2])
+                    elif tid % 32 == 0:
                         T.evaluate(
                             tirx.call_intrin(
                                 "handle",

@@ -246,8 +246,9 @@ def test_a_missing_cluster_barrier_is_noticed(kernel: Any) -> None:
         (replaced(r"(tl::__sync_thread_partial\(1, 128\);)", ""), "poison|wrong"),
         (replaced(r"(?s)tl::cluster_sync\(\);(?!.*tl::cluster_sync)", ""), "has exited|block exited"),
         (replaced(r"\(uint32_t\)\(512\)", "(uint32_t)(520)"), "units of 16 bytes"),
+        (replaced(r"\(int\)\S+, (\(uint32_t\)\(512\))", r"(int)blockIdx.x, \1"), "another block"),
     ],
-    ids=["wait", "too many", "too few", "init", "source", "exit", "size"],
+    ids=["wait", "too many", "too few", "init", "source", "exit", "size", "itself"],
 )
 def test_a_broken_bulk_copy_is_noticed(kernel: Any, edit: Callable[[str], str], says: str) -> None:
     x = random(5, 4, 128)
