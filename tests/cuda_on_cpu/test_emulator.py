@@ -246,7 +246,7 @@ def test_a_missing_cluster_barrier_is_noticed(kernel: Any) -> None:
         (replaced(r"(tl::__sync_thread_partial\(1, 128\);)", ""), "poison|wrong"),
         (replaced(r"(?s)tl::cluster_sync\(\);(?!.*tl::cluster_sync)", ""), "has exited|block exited"),
         (replaced(r"\(uint32_t\)\(512\)", "(uint32_t)(520)"), "units of 16 bytes"),
-        (replaced(r"\(int\)\S+, (\(uint32_t\)\(512\))", r"(int)blockIdx.x, \1"), "another block"),
+        (replaced(r", \(int\)[^,]*, (\(uint32_t\)\(512\))", r", (int)blockIdx.x, \1"), "another block"),
     ],
     ids=["wait", "too many", "too few", "init", "source", "exit", "size", "itself"],
 )
