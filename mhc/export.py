@@ -10,18 +10,20 @@ is missing (other sizes, sources, TileLang or GPU) is compiled as ever.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import functools
 import hashlib
 import importlib.metadata
 import importlib.util
-import multiprocessing
 import os
+import pickle
 import platform
 import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,16 @@ from mhc.config import MHCConfig
 FOLDER = "MHC_KERNELS"  # environment variable: the folder of exported kernels
 HOPPER = "sm_90a"
 
+Kernel = tuple[Any, ...]  # its name and its factory's arguments
+WORKER = """
+import pickle, sys
+from mhc.export import export
+for call in pickle.load(sys.stdin.buffer):
+    export(*call)
+"""
+
 _modules: list[Any] = []  # a library stays loaded as long as its functions are
+_folders: list[Path] = []  # looked into before `MHC_KERNELS`
 
 
 def export_kernels(folder: Path, config: MHCConfig, max_tokens: int, arch: str = HOPPER, jobs: int = 1) -> list[Path]:
@@ -49,16 +60,49 @@ def export_kernels(folder: Path, config: MHCConfig, max_tokens: int, arch: str =
 
     Raises:
         ValueError: `max_tokens` or `jobs` is below 1.
+        RuntimeError: a kernel does not compile in one of several processes.
     """
     for name, value in (("max_tokens", max_tokens), ("jobs", jobs)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     folder.mkdir(parents=True, exist_ok=True)
     kernels = launch.reachable(config, max_tokens)
-    if jobs == 1:
-        return [export(folder, arch, *kernel) for kernel in kernels]
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return [job.result() for job in [pool.submit(export, folder, arch, *kernel) for kernel in kernels]]
+    if jobs > 1:
+        _in_processes(folder, arch, kernels, jobs)
+    return [export(folder, arch, *kernel) for kernel in kernels]
+
+
+def _in_processes(folder: Path, arch: str, kernels: Sequence[Kernel], jobs: int) -> None:
+    """Export in new processes: a fork would break CUDA, multiprocessing's spawn would import the caller's script.
+
+    Threads would take turns: lowering a kernel is mostly Python.
+    """
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    # no GPU, so that no process makes itself a CUDA context
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "CUDA_VISIBLE_DEVICES": ""}
+    workers = []
+    for share in (kernels[i::jobs] for i in range(min(jobs, len(kernels)))):
+        worker = subprocess.Popen([sys.executable, "-c", WORKER], env=environment, stdin=subprocess.PIPE)
+        assert worker.stdin
+        with worker.stdin as calls:
+            pickle.dump([(folder, arch, *kernel) for kernel in share], calls)
+        workers.append(worker)
+    failed = sum(worker.wait() != 0 for worker in workers)
+    if failed:
+        raise RuntimeError(f"{failed} of {len(workers)} processes that compile kernels failed: their errors are above")
+
+
+@contextlib.contextmanager
+def compiled_ahead(kernels: Sequence[Kernel], arch: str, jobs: int) -> Iterator[None]:
+    """Compile in `jobs` processes; until it ends, `load` finds these kernels too."""
+    with tempfile.TemporaryDirectory(prefix="mhc-kernels-") as name:
+        folder = Path(name)
+        _in_processes(folder, arch, [kernel for kernel in kernels if not _exported(arch, *kernel)], jobs)
+        _folders.append(folder)
+        try:
+            yield
+        finally:
+            _folders.remove(folder)
 
 
 def export(folder: Path, arch: str, name: str, *args: Any) -> Path:
@@ -85,16 +129,21 @@ def load(target: Mapping[str, str], name: str, *args: Any) -> Callable[..., None
     Raises:
         FileNotFoundError: `MHC_KERNELS` names no folder.
     """
-    if not os.environ.get(FOLDER):
-        return None
-    folder = Path(os.environ[FOLDER])
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{FOLDER} must name a folder of exported kernels, got {folder}: "
-            f"run `python -m mhc export-kernels {folder}`"
-        )
-    path = find(folder, target["arch"], name, *args)
+    path = _exported(target["arch"], name, *args)
     return open_library(path) if path else None
+
+
+def _exported(arch: str, name: str, *args: Any) -> Path | None:
+    """The file of a kernel in any folder that this process looks into."""
+    folders = list(_folders)
+    if os.environ.get(FOLDER):
+        folders.append(Path(os.environ[FOLDER]))
+        if not folders[-1].is_dir():
+            raise FileNotFoundError(
+                f"{FOLDER} must name a folder of exported kernels, got {folders[-1]}: "
+                f"run `python -m mhc export-kernels {folders[-1]}`"
+            )
+    return next((path for folder in folders if (path := find(folder, arch, name, *args))), None)
 
 
 def open_library(path: Path) -> Callable[..., None]:

@@ -7,6 +7,7 @@ stub, which checks dtypes, shapes, strides and devices itself.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -119,12 +120,25 @@ def kernel(device: int, name: str, *args: Any) -> Callable[..., None]:
     """The entry point of a kernel on a device, exported (`mhc.export`) or compiled, at most once a process."""
     from mhc import export
 
-    exported = export.load(target(device), name, *args)
-    if exported:
-        return exported
-    jit, symbol = compiled(target(device), name, *args)
-    # the host stub itself: JITKernel.__call__ would add 10 us of Python a call
-    return jit.adapter.get_exportable_executable()[symbol]
+    entry = export.load(target(device), name, *args)
+    if not entry:
+        jit, symbol = compiled(target(device), name, *args)
+        # the host stub itself: JITKernel.__call__ would add 10 us of Python a call
+        entry = jit.adapter.get_exportable_executable()[symbol]
+    return entry if torch.cuda.device_count() < 2 else _and_back(entry, device)
+
+
+def _and_back(entry: Callable[..., None], device: int) -> Callable[..., None]:
+    """`entry` without its side effect: the host stub makes the tensors' device the current one and leaves it so."""
+
+    def run(*tensors: torch.Tensor) -> None:
+        if torch.cuda.current_device() == device:
+            entry(*tensors)
+        else:
+            with torch.cuda.device(device):
+                entry(*tensors)
+
+    return run
 
 
 def compiled(target: dict[str, str], name: str, *args: Any) -> tuple[Any, str]:
@@ -163,27 +177,33 @@ def reachable(config: MHCConfig, max_tokens: int) -> list[tuple[Any, ...]]:
     return list(kernels)
 
 
-def warmup(config: MHCConfig, max_tokens: int, device: int | None = None) -> int:
+def warmup(config: MHCConfig, max_tokens: int, device: int | None = None, jobs: int = 1) -> int:
     """Compile every kernel that `config` can reach with up to `max_tokens` tokens: nothing compiles after it.
 
     Args:
         config: shapes and constants.
         max_tokens: the most tokens of a call, at least 1.
         device: CUDA device index, the current one by default.
+        jobs: processes that compile at a time, at least 1; they use no GPU.
 
     Returns:
         How many kernels are ready.
 
     Raises:
-        ValueError: `max_tokens` is below 1.
-        RuntimeError: there is no GPU, or it is older than Hopper.
+        ValueError: `max_tokens` or `jobs` is below 1.
+        RuntimeError: there is no GPU, it is older than Hopper, or a kernel does not compile.
     """
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+    from mhc import export
+
+    for name, value in (("max_tokens", max_tokens), ("jobs", jobs)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
     if not torch.cuda.is_available():
         raise RuntimeError("warmup compiles for a GPU and none is visible: run it on the GPU host")
     device = torch.cuda.current_device() if device is None else device
-    names = reachable(config, max_tokens)
-    for name in names:
-        kernel(device, *name)
-    return len(names)
+    kernels = reachable(config, max_tokens)
+    ahead = export.compiled_ahead(kernels, target(device)["arch"], jobs) if jobs > 1 else contextlib.nullcontext()
+    with ahead:
+        for one in kernels:
+            kernel(device, *one)
+    return len(kernels)

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from mhc import cuda, dispatch  # noqa: F401  (registers torch.ops.mhc)
@@ -23,6 +24,7 @@ from mhc.checks import check
 from mhc.config import MHCConfig
 
 BF16, FP32 = torch.bfloat16, torch.float32
+PLAIN = (Tensor, Parameter)
 IMPLS = ("auto", "fused", "two_launch", "reference")
 
 
@@ -262,13 +264,15 @@ def _direct(tensor: Tensor, *others: Tensor | None) -> bool:
 
     The dispatcher has no gradient either, but says so in backward; no kernel looks at the arguments of an empty call.
     """
-    return (
-        tensor.is_cuda
-        and tensor.numel() > 0
-        and type(tensor) in (Tensor, Parameter)
-        and not torch.compiler.is_compiling()
-        and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (tensor, *others)))
-    )
+    if not (tensor.is_cuda and type(tensor) in PLAIN and tensor.numel() > 0) or is_compiling():
+        return False
+    if is_grad_enabled():
+        if tensor.requires_grad:
+            return False
+        for other in others:  # a generator expression would cost a third of a microsecond
+            if other is not None and other.requires_grad:
+                return False
+    return True
 
 
 def _launch(checks: Callable[[], None], op: Callable[..., Any], *args: Any) -> Any:
