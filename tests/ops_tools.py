@@ -67,6 +67,24 @@ CALLS: dict[str, Call] = {
 CALLS |= {f"{name}-unnormed": unnormed(CALLS[name]) for name in ("pre", "pre_broadcast", "post_pre", "table")}
 
 
+def every_kernel_call(p: Problem, fn_broadcast: Tensor, table: TokenTable) -> None:
+    """Every op in every form that has a kernel: normed or not, collapsed or not."""
+    post = p.post.squeeze(-1)
+    for norm_weight in (p.norm_weight, None):
+        rest = (p.scale, p.base, norm_weight, p.config)
+        for options in ({"impl": "fused"}, {"impl": "two_launch"}, {"collapse": True}):
+            mhc.pre_broadcast(p.x, fn_broadcast, *rest, **options)
+        mhc.pre(p.residual, p.fn, *rest)
+        mhc.post_pre(p.output, p.residual, p.post, p.comb, p.fn, *rest)
+        mhc.post_pre(p.output, p.x, post, None, p.fn, *rest)
+        for collapse in (False, True):
+            mhc.pre_from_table(p.ids, p.embedding, table, norm_weight, p.config, collapse=collapse)
+    mhc.post(p.output, p.residual, p.post, p.comb)
+    mhc.post(p.output, p.x, post, None)
+    mhc.head(p.residual, p.head_fn, p.head_scale, p.head_base, p.config)
+    TokenTable.build(p.x, fn_broadcast, p.scale, p.base, p.config)
+
+
 def tensors(out: Any) -> list[Tensor | None]:
     return [out] if isinstance(out, Tensor) else list(out)
 

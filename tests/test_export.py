@@ -69,6 +69,20 @@ def test_an_exported_kernel_loads_without_tilelang_and_refuses_bad_arguments(tmp
     assert "mismatch" in dtype
 
 
+def test_kernels_compiled_in_other_processes_are_found_for_a_while() -> None:
+    kernels = [POST, ("post", 64, 3, True)]
+    with export.compiled_ahead(kernels, "sm_90a", 2):
+        assert all(export.load(TARGET, *kernel) for kernel in kernels)
+        with export.compiled_ahead(kernels, "sm_90a", 2):  # which finds them there and starts no process
+            assert [len(list(folder.iterdir())) for folder in export._folders] == [2, 0]
+    assert export.load(TARGET, *POST) is None
+    with (
+        pytest.raises(RuntimeError, match="1 of 1 processes that compile kernels failed"),
+        export.compiled_ahead([("no such kernel",)], "sm_90a", 2),
+    ):
+        pass
+
+
 def test_a_kernel_out_of_tilelangs_cache_is_exported_too(tmp_path: Path) -> None:
     cached = tmp_path / "kernel_lib.so"
     cached.write_text("library")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -14,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.builds import lowered
 from kernels.table import OPS, problem
+from ops_tools import every_kernel_call, table_of
+from torch import Tensor
 
-from mhc import MHCConfig, launch, warmup
+from mhc import MHCConfig, export, launch, warmup
 from mhc.launch import MANY_STREAMS, ONE_STREAM
 
 MOST_SHARED_BYTES = 227 * 1024  # of a block, on sm_90
@@ -81,6 +84,24 @@ def test_a_forgotten_kernel_is_noticed(max_tokens: int) -> None:
     asked, known = asked_up_to(config, max_tokens), launch.reachable(config, max_tokens)
     for forgotten in asked:
         assert not asked <= {name for name in known if name != forgotten}
+
+
+def test_after_warmup_no_number_of_tokens_asks_for_another_kernel() -> None:
+    config, most_tokens = MHCConfig.v4_flash(), 8192
+    known, asked = set(launch.reachable(config, most_tokens)), dict[Name, int]()
+
+    def note(device: int, *name: Any) -> Callable[..., None]:
+        asked.setdefault(name, tokens)
+        return lambda *tensors: None
+
+    most = problem(config, most_tokens, device="meta")
+    fn_broadcast, table = most.fn_broadcast, table_of(most)
+    with mock.patch.object(Tensor, "is_cuda", True), mock.patch.object(launch, "kernel", note):
+        for tokens in range(1, most_tokens + 1):
+            rows = {name: getattr(most, name)[:tokens] for name in most.PER_TOKEN}
+            every_kernel_call(dataclasses.replace(most, **rows), fn_broadcast, table)
+    assert {name: at for name, at in asked.items() if name not in known} == {}
+    assert known == set(asked)  # nothing is compiled in vain either
 
 
 def test_a_table_may_have_more_rows_than_a_call_has_tokens() -> None:
@@ -151,6 +172,44 @@ def test_warmup_compiles_what_is_reachable(compiled: list[Name]) -> None:
         compiled.clear()
         assert warmup(config, 64, device) == len(compiled)
         assert compiled == [(used, *name) for name in launch.reachable(config, 64)]
+
+
+def test_warmup_in_several_processes_loads_what_they_compiled(compiled: list[Name]) -> None:
+    config, ahead = MHCConfig.mini(), mock.MagicMock()
+    # loaded while the folder of compiled kernels exists, no earlier and no later
+    ahead.return_value.__enter__.side_effect = lambda: compiled.append(("begin",))
+    ahead.return_value.__exit__.side_effect = lambda *error: compiled.append(("end",))
+    with (
+        mock.patch.object(export, "compiled_ahead", ahead),
+        mock.patch.object(launch, "target", return_value={"kind": "cuda", "arch": "sm_90a"}),
+    ):
+        warmup(config, 64, jobs=5)
+    names = launch.reachable(config, 64)
+    ahead.assert_called_once_with(names, "sm_90a", 5)
+    assert compiled == [("begin",), *((3, *name) for name in names), ("end",)]
+
+
+@pytest.mark.parametrize("jobs", [0, -1])
+def test_warmup_in_no_process_is_refused(jobs: int) -> None:
+    with pytest.raises(ValueError, match=f"jobs must be at least 1, got {jobs}"):
+        warmup(MHCConfig.mini(), 1, jobs=jobs)
+
+
+@pytest.mark.parametrize(("devices", "current", "entered"), [(1, 0, []), (2, 1, []), (2, 0, [1])])
+def test_a_launch_leaves_the_callers_device_current(devices: int, current: int, entered: list[int]) -> None:
+    events: list[Any] = []
+    device = mock.MagicMock(side_effect=lambda index: events.append(index) or mock.MagicMock())
+    launch.kernel.cache_clear()
+    with (
+        mock.patch.object(torch.cuda, "device_count", return_value=devices),
+        mock.patch.object(torch.cuda, "current_device", return_value=current),
+        mock.patch.object(torch.cuda, "device", device),
+        mock.patch.object(launch, "target", return_value={}),
+        mock.patch.object(export, "load", return_value=lambda *tensors: events.append(tensors)),
+    ):
+        launch.kernel(1, "post", 64, 4, False)("a", "b")
+    launch.kernel.cache_clear()
+    assert events == [*entered, ("a", "b")]
 
 
 @pytest.mark.parametrize("max_tokens", [0, -5])

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
+from ops_tools import every_kernel_call, table_of
 
 import mhc
+from mhc import launch
 from mhc.config import MHCConfig
 
 from .table import OPS, Op, Problem, assert_close_to_fp64, bits, problem
@@ -129,6 +134,20 @@ def test_a_captured_graph_sees_a_refresh_and_other_shapes_leave_it_alone() -> No
     torch.cuda.synchronize()
     for a, b in zip(out, run(p.x[100:107]), strict=True):
         assert torch.equal(bits(a), bits(b))
+
+
+def test_after_warmup_no_number_of_tokens_compiles_a_kernel() -> None:
+    config, most_tokens = MHCConfig(4096), 8192
+    mhc.warmup(config, most_tokens, jobs=os.cpu_count() or 1)
+    most = on_gpu(problem(config, most_tokens))
+    fn_broadcast, table = most.fn_broadcast, table_of(most)
+    ready = launch.kernel.cache_info().misses
+    with mock.patch.object(launch, "compiled", side_effect=AssertionError("compiled after warm-up")):
+        for tokens in range(1, most_tokens + 1):
+            rows = {name: getattr(most, name)[:tokens] for name in most.PER_TOKEN}
+            every_kernel_call(dataclasses.replace(most, **rows), fn_broadcast, table)
+    torch.cuda.synchronize()
+    assert launch.kernel.cache_info().misses == ready
 
 
 def test_the_table_marks_ids_that_are_no_rows() -> None:
