@@ -9,6 +9,7 @@ from mhc import cuda
 from mhc.checks import check
 from mhc.config import MHCConfig
 from mhc.ops import BF16, FP32, CollapsedOutput, PreOutput, _check_pre, _direct, _launch, pre_broadcast
+from mhc.weights import state_of
 
 
 class TokenTable:
@@ -25,6 +26,8 @@ class TokenTable:
     def __init__(self, post: Tensor, comb: Tensor, factor: Tensor, config: MHCConfig) -> None:
         self.post, self.comb, self.factor, self.config = post, comb, factor, config
         self.weights: tuple[Tensor, Tensor, Tensor] | None = None
+        self._sources: tuple[Tensor, ...] = ()
+        self._seen: list[tuple[int, int]] = []
 
     @classmethod
     def build(
@@ -65,6 +68,14 @@ class TokenTable:
                 cuda.table_rows(embedding, fn_broadcast, scale, base, self.config, self.tensors)
             else:
                 torch.ops.mhc.table_rows(embedding, *self.weights, *self.tensors, self.config.constants())
+        self._sources = (embedding, *self.weights)
+        self._seen = [state_of(source) for source in self._sources]
+
+    def is_stale(self, embedding: Tensor, fn_broadcast: Tensor, scale: Tensor, base: Tensor) -> bool:
+        """Whether these are not the tensors of the last refresh, or changed since; as `BroadcastWeight.is_stale`."""
+        sources = (embedding, fn_broadcast, scale, base)
+        same = len(self._sources) == len(sources) and all(a is b for a, b in zip(sources, self._sources, strict=True))
+        return not same or self._seen != [state_of(source) for source in sources]
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:

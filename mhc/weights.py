@@ -49,6 +49,14 @@ def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return s, (a - (s - part)) + (b - part)
 
 
+def state_of(tensor: Tensor) -> tuple[int, int]:
+    """What changes when a tensor is written to or moved: its version counter and the address of its values.
+
+    Costs no device time, and misses writes through `.data`. Inference tensors have no version counter.
+    """
+    return (-1 if tensor.is_inference() else tensor._version), tensor.data_ptr()
+
+
 def _check_foldable(fn: Tensor, hc_mult: int) -> None:
     if hc_mult < 1 or fn.dim() != 2 or fn.dtype != torch.float32 or fn.shape[1] % hc_mult:
         raise ValueError(
@@ -118,7 +126,7 @@ class BroadcastWeight:
                 self._tensor = folded
             else:
                 self._tensor.copy_(folded)
-        self._seen = self._state()
+        self._seen = state_of(self.fn)
         return self._tensor
 
     def is_stale(self, content: bool = False) -> bool:
@@ -128,7 +136,7 @@ class BroadcastWeight:
             content: False looks at the version counter and the storage's address, which costs no device time but
                 misses writes through `.data`; True folds again and compares the values.
         """
-        if self._tensor is None or self._seen != self._state():
+        if self._tensor is None or self._seen != state_of(self.fn):
             return True
         return content and not torch.allclose(fold(self.fn, self.hc_mult), self._tensor, rtol=0, atol=0, equal_nan=True)
 
@@ -143,7 +151,3 @@ class BroadcastWeight:
         if not torch.allclose(folded, tensor, rtol=0, atol=0, equal_nan=True):
             worst = (folded - tensor).abs().max().item()
             raise RuntimeError(f"fn_broadcast is stale: it differs from fold(fn) by up to {worst:.3e}; call refresh()")
-
-    def _state(self) -> tuple[int, int]:
-        # inference tensors have no version counter: their address alone is watched
-        return (-1 if self.fn.is_inference() else self.fn._version), self.fn.data_ptr()

@@ -19,6 +19,7 @@ from mhc.dspark.matmul import matmul_fp32
 from mhc.dspark.norm import RMSNorm
 from mhc.dspark.rope import Rotation, angles
 from mhc.dspark.target import SharedEmbeddings
+from mhc.table import TokenTable
 from mhc.weights import BroadcastWeight
 
 
@@ -33,9 +34,10 @@ class DSparkDraft(nn.Module):
     """A DSpark draft of `config.draft_layers` V4 blocks.
 
     Embedding and output projection are the target's: `bind` borrows them, they are in no `state_dict` of the draft and
-    get no gradient. The folded first projection is derived (`mhc.BroadcastWeight`): made by `load_state_dict`, by the
-    post-load hook `process_weights_after_loading` (loaders that write tensors directly, dummy weights) and by `.to()`,
-    always into the same storage on one device, on whichever pipeline rank the draft lives.
+    get no gradient. The folded first projection is derived (`mhc.BroadcastWeight`), and from it, in inference, every
+    token's mixes (`mhc.TokenTable`): made by `load_state_dict`, by the post-load hook `process_weights_after_loading`
+    (loaders that write tensors directly, dummy weights), by `.to()` and `bind`, always into the same storage on one
+    device, on whichever pipeline rank the draft lives.
 
     Args:
         config: shapes.
@@ -56,27 +58,44 @@ class DSparkDraft(nn.Module):
         self.confidence_head = ConfidenceHead(config)
         self._shared: tuple[SharedEmbeddings, ...] = ()  # a tuple, so that it is no submodule
         self._broadcast: BroadcastWeight | None = None
+        self._table: TokenTable | None = None
         self.register_load_state_dict_post_hook(lambda module, keys: module.process_weights_after_loading())
 
     # ---- weights ----
 
     def bind(self, shared: SharedEmbeddings) -> DSparkDraft:
-        """Borrow embedding and output projection from the target; returns self."""
+        """Borrow embedding and output projection from the target, and make the token table; returns self."""
         shape = (self.config.vocab_size, self.config.hidden_size)
         for name in ("embed", "head"):
             got = tuple(getattr(shared, name).weight.shape)
             if got != shape:
                 raise ValueError(f"shared.{name}.weight must be {list(shape)}, got {list(got)}")
         self._shared = (shared,)
+        self._make_table()
         return self
 
     def process_weights_after_loading(self) -> None:
-        """Make or refresh the derived weight from the first layer's projection; in place once it exists."""
+        """Make or refresh what is derived from the first layer's mHC weights; in place once it exists."""
         fn = self.layers[0].hc_attn_fn
         if self._broadcast is None:
             self._broadcast = BroadcastWeight(fn, self.config.mhc.hc_mult)
         elif fn.device.type != "meta":
             self._broadcast.refresh(fn)
+        self._make_table()
+
+    def _make_table(self) -> None:
+        """Make or refresh the token table, where there are embeddings that the `table` arm would look up."""
+        if not self._shared or self._broadcast is None or self._broadcast.is_stale():
+            return
+        embedding, site = self.shared.embed.weight, self.layers[0].attn_site
+        trained, fn_broadcast = site.fn.requires_grad, self._broadcast.tensor
+        if trained or not hyper.OPS or embedding.dtype != torch.bfloat16 or embedding.device != fn_broadcast.device:
+            return
+        weights = (embedding, fn_broadcast, site.scale, site.base)
+        if self._table is None or self._table.post.device != embedding.device:
+            self._table = TokenTable.build(*weights, self.config.mhc)
+        else:
+            self._table.refresh(*weights)
 
     @property
     def fn_broadcast(self) -> Tensor:
@@ -89,6 +108,21 @@ class DSparkDraft(nn.Module):
         if weight is None or weight.fn is not self.layers[0].hc_attn_fn or weight.is_stale():
             raise RuntimeError("fn_broadcast is stale: call process_weights_after_loading() after writing weights")
         return weight.tensor
+
+    @property
+    def token_table(self) -> TokenTable:
+        """The mixes of every token, for the `table` arm.
+
+        Raises:
+            RuntimeError: it was never made, or one of its sources changed since: a stale table is never used.
+        """
+        site = self.layers[0].attn_site
+        sources = (self.shared.embed.weight, self.fn_broadcast, site.scale, site.base)
+        if self._table is None or self._table.is_stale(*sources):
+            raise RuntimeError(
+                "the token table is stale: call process_weights_after_loading() after writing to draft or embedding"
+            )
+        return self._table
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DSparkDraft:
         super()._apply(fn, recurse)
@@ -136,6 +170,10 @@ class DSparkDraft(nn.Module):
             context.write(layer, block.attn.latent(features, rotation), positions, valid)
 
     # ---- forward ----
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The target's frozen embeddings. int64 [T] -> [T, H]."""
+        return F.embedding(token_ids, self.shared.embed.weight.detach())
 
     def block(self, anchors: Tensor, start: Tensor, size: int | None = None) -> tuple[Tensor, Tensor]:
         """The input of a round: the anchor, then noise, from the anchor's own position on.
@@ -192,8 +230,6 @@ class DSparkDraft(nn.Module):
             own = attention.latent(x, rotation).unflatten(1, (groups, -1))
             return attention(x, rotation, keys[layer], mask, own).flatten(0, 1)
 
-        flat = token_ids.flatten()
-        x = F.embedding(flat, self.shared.embed.weight.detach())
-        first = expand(self, flat, x, expansion)
+        first = expand(self, token_ids.flatten(), expansion)
         streams, _ = run_blocks(self.layers, first, attend, config)
         return hyper.head(streams, self.hc_head_fn, self.hc_head_scale, self.hc_head_base, config.mhc).view(*shape, -1)

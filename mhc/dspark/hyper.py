@@ -44,33 +44,38 @@ def pre(residual: Tensor, site: Site, config: MHCConfig) -> PreOutput:
         return PreOutput(residual, post_mix.unsqueeze(-1), comb, _norm(y, residual, site, config))
 
 
-def pre_broadcast(x: Tensor, fn_broadcast: Tensor | None, site: Site, config: MHCConfig) -> PreOutput:
+def pre_broadcast(
+    x: Tensor, fn_broadcast: Tensor | None, site: Site, config: MHCConfig, *, collapse: bool = False
+) -> PreOutput:
     """`mhc.pre_broadcast` on embeddings [T, H].
 
     Args:
         fn_broadcast: [M, H] fp32, the derived weight; None folds `site.fn` on the spot, so that it gets gradients.
+        collapse: the streams stay `x` [T, H], `comb` is None and `post` [T, hc], as `post` and `post_pre` take them.
     """
     if uses_ops(x):
         if fn_broadcast is None:
             raise ValueError("fn_broadcast must be the derived weight in inference, got None")
-        out = ops.pre_broadcast(x, fn_broadcast, site.scale, site.base, site.norm_weight, config)
-        assert isinstance(out, PreOutput)  # not collapsed
-        return out
+        out = ops.pre_broadcast(x, fn_broadcast, site.scale, site.base, site.norm_weight, config, collapse=collapse)
+        return out if isinstance(out, PreOutput) else PreOutput(x, out.post, None, out.layer_input)
     with _full_precision(x):
         folded = reference.fold(site.fn, config.hc_mult) if fn_broadcast is None else fn_broadcast
         pre_mix, post_mix, comb = _gates(x, folded, site, config)
-        y = pre_mix.sum(-1, keepdim=True) * x.to(pre_mix.dtype)
-        residual = reference.expand(x, config.hc_mult)
-        return PreOutput(residual, post_mix.unsqueeze(-1), comb, _norm(y, x, site, config))
+        y = _norm(pre_mix.sum(-1, keepdim=True) * x.to(pre_mix.dtype), x, site, config)
+        if collapse:
+            return PreOutput(x, post_mix, None, y)
+        return PreOutput(reference.expand(x, config.hc_mult), post_mix.unsqueeze(-1), comb, y)
 
 
 def post(output: Tensor, mix: PreOutput) -> Tensor:
-    """`mhc.post`: the finished sub-layer's output [T, H] into the streams of `mix` -> [T, hc, H]."""
+    """`mhc.post`: the finished sub-layer's output [T, H] into the streams of `mix`, collapsed or not -> [T, hc, H]."""
     if uses_ops(mix.residual):
         return ops.post(output, mix.residual, mix.post, mix.comb)
     with _full_precision(output):
-        assert mix.comb is not None  # the streams are materialised
-        streams = reference.post(output, mix.residual, mix.post.squeeze(-1), mix.comb)
+        if mix.comb is None:
+            streams = reference.post_collapsed(output, mix.residual, mix.post)
+        else:
+            streams = reference.post(output, mix.residual, mix.post.squeeze(-1), mix.comb)
         return streams.to(mix.residual.dtype)
 
 

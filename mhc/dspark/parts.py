@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mhc.dspark import hyper
@@ -65,9 +64,9 @@ def draft_parts(
         seed: of ids and aux states.
 
     Returns:
-        `forward` is the whole backbone with its logits; `first_pre`, `attention`, `ffn`, `post_pre` (all of them, the
-        last post included), `head`, `logits` make it up but for the embedding lookup; `context` inserts k + 1 verified
-        rows a request and `markov` samples the block at temperature 1.
+        `forward` is the whole backbone with its logits; `first_pre` (the embedding's look-up included), `attention`,
+        `ffn`, `post_pre` (all of them, the last post included), `head`, `logits` make it up; `context` inserts k + 1
+        verified rows a request and `markov` samples the block at temperature 1.
     """
     config, device = draft.config, draft.main_proj.weight.device
     size, mhc = config.block_size, config.mhc
@@ -82,10 +81,9 @@ def draft_parts(
     fresh_positions = (context_length + torch.arange(size + 1, device=device)).expand(requests, -1)
 
     output = draft(token_ids, positions, context, expansion=expansion)
-    x = F.embedding(token_ids.flatten(), draft.shared.embed.weight)
-    first = expand(draft, token_ids.flatten(), x, expansion)
+    first = expand(draft, token_ids.flatten(), expansion)
     rows = first.layer_input.view(requests, size, -1)
-    streams = hyper.pre(first.residual.clone(), draft.layers[0].ffn_site, mhc)
+    streams = hyper.post_pre(first.layer_input, first, draft.layers[0].ffn_site, mhc)
     rotation = draft.angles(positions)
     mask = draft._visible(positions[:, :1], context.positions()).expand(-1, size, -1)
     uniform = torch.rand(requests, size, generator=generator, device=device, dtype=torch.float64)
@@ -99,12 +97,14 @@ def draft_parts(
 
     def post_pre() -> list[object]:
         sites = [site for block in draft.layers for site in (block.attn_site, block.ffn_site)][1:]
-        mixed: list[object] = [hyper.post_pre(first.layer_input, streams, site, mhc) for site in sites]
+        # the first of them takes the streams as the arm left them
+        mixes = [first, *[streams] * (len(sites) - 1)]
+        mixed: list[object] = [hyper.post_pre(first.layer_input, *pair, mhc) for pair in zip(mixes, sites, strict=True)]
         return [*mixed, hyper.post(first.layer_input, streams)]
 
     parts: dict[str, Callable[[], Any]] = {
         "forward": lambda: draft(token_ids, positions, context, expansion=expansion),
-        "first_pre": lambda: expand(draft, token_ids.flatten(), x, expansion),
+        "first_pre": lambda: expand(draft, token_ids.flatten(), expansion),
         "attention": attention,
         "ffn": lambda: [block.ffn(first.layer_input) for block in draft.layers],
         "post_pre": post_pre,

@@ -1,4 +1,4 @@
-"""Time one draft round on this GPU, part by part, in both arms, and record it.
+"""Time one draft round on this GPU, part by part, in every arm, and record it.
 
 Example: python -m mhc draft-split --preset v4_flash --requests 1 16 64
 """
@@ -86,8 +86,8 @@ def measure(
         timers: dict[tuple[str, str], timing.Timer] = {}
         for expansion in EXPANSIONS:
             for part, call in draft_parts(draft, count, context_length, expansion, seed).items():
-                # the other parts are the same in every arm
-                if part in ("forward", "first_pre") or expansion == "broadcast":
+                # the other parts are the same in every arm; the first post + pre reads what the arm's first pre left
+                if part in ("forward", "first_pre", "post_pre") or expansion == "broadcast":
                     timers[part, expansion] = timing.TIMERS[timer]([call])
         steps = list(timing.interleave(list(timers), rounds, seed))
         for round_, _, (part, expansion) in tqdm(steps, desc=f"{count} requests", unit="part", leave=False):

@@ -18,6 +18,7 @@ import mhc.dspark.decode
 import mhc.dspark.rounds
 from mhc.dspark import DSparkDraft, generate, to_inference
 from mhc.dspark.checkpoint import load_draft
+from mhc.dspark.expansion import expand
 from mhc.gsm8k.stats import Acceptance
 
 
@@ -172,43 +173,53 @@ def nothing_follows_the_end():
             assert item.drafts == -(-emitted // 5), "perfect blocks emit five tokens a round"
 
 
-# ---- the derived weight ----
+# ---- derived weights: the folded projection, and the token table in bf16 ----
 
 
-def derived_weight_follows_a_refit():
-    """Loading other weights refreshes the folded projection in place: broadcast goes on agreeing with repeat."""
-    target, draft = make_pair()
-    address = draft.fn_broadcast.data_ptr()
-    other = make_pair(seed=7)[1]
-    draft.load_state_dict(other.state_dict())
-    _arms_agree(target, draft)
-    assert draft.fn_broadcast.data_ptr() == address, "captured graphs hold the old address"
+def derived_weight_follows_a_refit(arm="broadcast"):
+    """Loading other weights refreshes what is derived in place: the arm goes on agreeing with repeat."""
+    target, draft = make_pair(dtype=DTYPES[arm])
+    addresses = _addresses(draft, arm)
+    draft.load_state_dict(make_pair(dtype=DTYPES[arm], seed=7)[1].state_dict())
+    _agrees_with_repeat(draft, arm)
+    assert _addresses(draft, arm) == addresses, "captured graphs hold the old addresses"
+    target.load_state_dict(make_pair(dtype=DTYPES[arm], seed=8)[0].state_dict())
+    draft.process_weights_after_loading()
+    _agrees_with_repeat(draft, arm)
 
 
-def derived_weight_is_made_by_the_hook_alone(rank=0):
+def derived_weight_is_made_by_the_hook_alone(rank=0, arm="broadcast"):
     """A loader that writes tensors itself (RDMA, dummy weights) and then calls only the hook, on any pipeline rank."""
-    target, source = make_pair()
+    target, source = make_pair(dtype=DTYPES[arm])
     with torch.device("meta"):
         draft = DSparkDraft(target.config)
-    draft = to_inference(draft, torch.float32).to_empty(device="cpu").bind(target)
+    draft = to_inference(draft, DTYPES[arm]).to_empty(device="cpu").bind(target)
     draft.pipeline_rank = rank
     for name, parameter in draft.named_parameters():
         parameter.data.copy_(source.get_parameter(name))
     draft.process_weights_after_loading()
-    _arms_agree(target, draft)
+    _agrees_with_repeat(draft, arm)
+
+
+DTYPES = {"broadcast": torch.float32, "table": torch.bfloat16}
+
+
+def _addresses(draft, arm):
+    return [tensor.data_ptr() for tensor in (draft.token_table.tensors if arm == "table" else [draft.fn_broadcast])]
 
 
 @torch.no_grad()
-def _arms_agree(target, draft):
-    tokens = torch.arange(4, 28).view(1, -1)
-    context = draft.context(1, 40)
-    draft.insert_context(context, target(tokens).aux, torch.arange(24).view(1, -1))
-    block = draft.block(torch.tensor([5]), torch.tensor([24]))
+def _agrees_with_repeat(draft, arm):
+    token_ids = torch.arange(draft.config.vocab_size)
+    want = expand(draft, token_ids, "repeat")
     try:
-        folded, repeated = (draft(*block, context, expansion=arm).logits for arm in ("broadcast", "repeat"))
+        got = expand(draft, token_ids, arm)
     except RuntimeError as error:
         raise AssertionError(str(error)) from error
-    assert (folded - repeated).abs().max() < 1e-4, "arms"
+    assert (got.post - want.post).abs().max() < 1e-4, "post"
+    assert (got.comb - want.comb).abs().max() < 1e-4, "comb"
+    difference = (got.layer_input.float() - want.layer_input.float()).abs()
+    assert (difference <= 2**-6 * want.layer_input.float().abs() + 1e-5).all(), "layer input"
 
 
 def every_tensor_is_loaded(folder):

@@ -18,6 +18,7 @@ from mhc.dspark.batch import Batch
 from mhc.dspark.philox import Stream
 from mhc.dspark.prefill import Caches
 from mhc.dspark.verification import Verdict
+from mhc.table import TokenTable
 from mhc.weights import BroadcastWeight
 
 
@@ -62,6 +63,46 @@ def first_pipeline_rank_only(patch):
     def hook(run, self):
         if getattr(self, "pipeline_rank", 0) == 0:
             run(self)
+
+    method(patch, DSparkDraft, "process_weights_after_loading", hook)
+
+
+def stale_table_after_refit(patch):
+    # the folded projection is refreshed, the table made from it is not; and nobody looks at whether it is fresh
+    def make_table(run, self):
+        if self._table is None:
+            run(self)
+
+    method(patch, DSparkDraft, "_make_table", make_table)
+    patch.setattr(TokenTable, "is_stale", lambda self, *sources: False)
+
+
+def rebound_table_after_refit(patch):
+    def make_table(run, self):
+        self._table = None
+        run(self)
+
+    method(patch, DSparkDraft, "_make_table", make_table)
+
+
+def table_follows_the_draft_alone(patch):
+    # a refit of the target's embedding alone: the hook sees an unchanged projection and does nothing
+    def hook(run, self):
+        if self._broadcast is None or self._broadcast.is_stale():
+            run(self)
+
+    method(patch, DSparkDraft, "process_weights_after_loading", hook)
+    patch.setattr(TokenTable, "is_stale", lambda self, *sources: False)
+
+
+def no_table_after_dummy_load(patch):
+    # made where weights are loaded and embeddings bound, not in the hook
+    def hook(run, self):
+        make, self._make_table = self._make_table, lambda: None
+        try:
+            run(self)
+        finally:
+            self._make_table = make
 
     method(patch, DSparkDraft, "process_weights_after_loading", hook)
 

@@ -8,8 +8,8 @@ from dspark_pairs import make_pair
 from naive import NaiveDraft
 
 import mhc
-from mhc.dspark import DSparkDraft, SharedEmbeddings, V4Config, anchored_forward, initialise, to_inference
-from mhc.dspark.expansion import EXPANSIONS
+from mhc.dspark import DSparkDraft, SharedEmbeddings, V4Config, anchored_forward, hyper, initialise, to_inference
+from mhc.dspark.expansion import EXPANSIONS, expand
 
 TOKENS = torch.randint(4, 32, (2, 40), generator=torch.Generator().manual_seed(5))
 STARTS = torch.tensor([9, 33])  # inside the first window, and beyond it
@@ -34,8 +34,6 @@ def test_block_is_anchor_then_noise(pair):
 
 @pytest.mark.parametrize("expansion", sorted(EXPANSIONS))
 def test_forward_matches_the_naive_draft(pair, expansion):
-    if expansion not in ("broadcast", "repeat"):
-        pytest.skip("this arm is for bf16 only")
     target, draft = pair
     output, aux = forward(target, draft, expansion=expansion)
     naive = NaiveDraft(draft)
@@ -60,6 +58,23 @@ def test_arms_agree_in_bf16(ffn, expansion):
     got, _ = forward(target, draft, expansion=expansion)
     difference = (got.logits - want.logits).abs().max() / want.logits.abs().max()
     assert difference < 0.05, f"{expansion} differs from repeat by {difference:.3f} of the largest logit"
+
+
+@pytest.mark.parametrize("expansion", sorted(EXPANSIONS))
+def test_first_pre_is_within_a_rounding_of_repeat(bf16_pair, expansion):
+    """Notebook 02's bound: mixes to a few fp32 roundings, the layer input to two bf16 ones."""
+    _, draft = bf16_pair
+    ids = torch.arange(draft.config.vocab_size)
+    with torch.no_grad():
+        want, got = expand(draft, ids, "repeat"), expand(draft, ids, expansion)
+    torch.testing.assert_close(got.post.flatten(1), want.post.flatten(1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.layer_input, want.layer_input, rtol=2**-6, atol=1e-6)
+    if expansion == "collapsed":
+        assert got.comb is None
+        assert torch.equal(got.residual, want.residual[:, 0])
+    else:
+        assert torch.equal(got.residual, want.residual)
+        torch.testing.assert_close(got.comb, want.comb, rtol=1e-5, atol=1e-6)
 
 
 def test_unknown_arm(pair):
@@ -94,7 +109,7 @@ def test_gradients_reach_every_weight_and_not_the_target(fresh_pair):
     assert all(parameter.grad is None for parameter in target.parameters())
 
 
-@pytest.mark.parametrize("expansion", ["broadcast", "repeat"])
+@pytest.mark.parametrize("expansion", sorted(EXPANSIONS))
 def test_training_forward_equals_inference_forward(pair, expansion):
     target, draft = pair
     aux = target(TOKENS).aux
@@ -160,6 +175,78 @@ def test_a_copy_has_its_own_derived_weight(fresh_pair):
     copy.load_state_dict({name: tensor + 0.01 for name, tensor in copy.state_dict().items()})
     assert torch.equal(copy.fn_broadcast, mhc.fold(copy.layers[0].hc_attn_fn, 4))
     assert torch.equal(draft.fn_broadcast, before)
+
+
+# ---- the token table ----
+
+
+@pytest.fixture
+def fresh_bf16_pair():
+    return make_pair(dtype=torch.bfloat16)
+
+
+def agrees_with_broadcast(draft):
+    ids = torch.arange(draft.config.vocab_size)
+    with torch.no_grad():
+        got, want = expand(draft, ids, "table"), expand(draft, ids, "broadcast")
+    torch.testing.assert_close(got.comb, want.comb, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.layer_input, want.layer_input, rtol=2**-6, atol=1e-6)
+    return True
+
+
+def test_token_table_is_made_refreshed_in_place_and_not_saved(fresh_bf16_pair):
+    target, draft = fresh_bf16_pair
+    addresses = [tensor.data_ptr() for tensor in draft.token_table.tensors]
+    before = draft.token_table.post.clone()
+    state = {name: tensor * 1.5 for name, tensor in draft.state_dict().items()}
+    assert not [name for name in state if "table" in name]
+    draft.load_state_dict(state)
+    assert agrees_with_broadcast(draft)
+    assert not torch.equal(draft.token_table.post, before)
+    # a refit of the target reaches the draft through its hook
+    target.load_state_dict({name: tensor.flip(0) for name, tensor in target.state_dict().items()})
+    draft.process_weights_after_loading()
+    assert agrees_with_broadcast(draft)
+    assert [tensor.data_ptr() for tensor in draft.token_table.tensors] == addresses
+
+
+@pytest.mark.parametrize("written", ["layers.0.hc_attn_fn", "layers.0.hc_attn_scale", "layers.0.hc_attn_base", "embed"])
+def test_a_stale_token_table_is_never_used(fresh_bf16_pair, written):
+    target, draft = fresh_bf16_pair
+    with torch.no_grad():
+        (target.embed.weight if written == "embed" else draft.get_parameter(written)).mul_(2.0)
+    with pytest.raises(RuntimeError, match="stale"):
+        forward(target, draft, expansion="table")
+    draft.process_weights_after_loading()
+    forward(target, draft, expansion="table")
+    assert agrees_with_broadcast(draft)
+
+
+def test_another_target_brings_another_table(fresh_bf16_pair):
+    _, draft = fresh_bf16_pair
+    other, _ = make_pair(dtype=torch.bfloat16, seed=7)
+    address, before = draft.token_table.post.data_ptr(), draft.token_table.post.clone()
+    draft.bind(other)
+    assert draft.token_table.post.data_ptr() == address
+    assert not torch.equal(draft.token_table.post, before)
+    assert agrees_with_broadcast(draft)
+
+
+def test_replaced_sources_are_noticed(fresh_bf16_pair):
+    target, draft = fresh_bf16_pair
+    target.embed.weight = torch.nn.Parameter(target.embed.weight.detach().clone(), requires_grad=False)
+    with pytest.raises(RuntimeError, match="the token table is stale"):
+        _ = draft.token_table
+
+
+def test_no_table_without_the_ops(pair, monkeypatch):
+    """fp32, training and GPUs without the kernels have no use for one; the arm is then broadcast's formula."""
+    assert pair[1]._table is None
+    monkeypatch.setattr(hyper, "OPS", False)
+    target, draft = make_pair(dtype=torch.bfloat16)
+    assert draft._table is None
+    (table, _), (broadcast, _) = (forward(target, draft, expansion=arm) for arm in ("table", "broadcast"))
+    assert torch.equal(table.logits, broadcast.logits)
 
 
 def test_bind_refuses_another_vocabulary():

@@ -14,11 +14,17 @@ PREFIX = list(range(4, 30))
 
 proposals = detectors.proposals_follow_the_specification
 law = detectors.output_law_is_the_targets
+table_follows_a_refit = functools.partial(detectors.derived_weight_follows_a_refit, arm="table")
+table_is_made_by_the_hook_alone = functools.partial(detectors.derived_weight_is_made_by_the_hook_alone, arm="table")
 FAULTS = [
     (faults.stale_after_refit, detectors.derived_weight_follows_a_refit),
     (faults.rebound_after_refit, detectors.derived_weight_follows_a_refit),
     (faults.none_after_dummy_load, detectors.derived_weight_is_made_by_the_hook_alone),
     (faults.first_pipeline_rank_only, functools.partial(detectors.derived_weight_is_made_by_the_hook_alone, rank=1)),
+    (faults.stale_table_after_refit, table_follows_a_refit),
+    (faults.rebound_table_after_refit, table_follows_a_refit),
+    (faults.table_follows_the_draft_alone, table_follows_a_refit),
+    (faults.no_table_after_dummy_load, table_is_made_by_the_hook_alone),
     (faults.one_position_early, proposals),
     (faults.markov_row_of_the_next_base_row, proposals),
     (faults.markov_of_the_anchor_alone, proposals),
@@ -64,6 +70,8 @@ def test_the_fault_is_found(fault, detector, monkeypatch, tmp_path):
     [
         detectors.derived_weight_follows_a_refit,
         detectors.derived_weight_is_made_by_the_hook_alone,
+        table_follows_a_refit,
+        table_is_made_by_the_hook_alone,
         functools.partial(detectors.derived_weight_is_made_by_the_hook_alone, rank=1),
         detectors.aux_states_are_block_outputs,
         detectors.mean_length_counts_the_bonus,

@@ -7,6 +7,7 @@ from dspark_pairs import make_pair, random_prompts
 
 import mhc.dspark.rounds
 from mhc.dspark import generate
+from mhc.dspark.expansion import EXPANSIONS
 
 PREFIX = torch.randint(4, 32, (21,), generator=torch.Generator().manual_seed(9)).tolist()
 
@@ -20,7 +21,7 @@ def test_proposals_follow_the_specification(prefix):
 
 
 @pytest.mark.parametrize("ffn", ["dense", "moe"])
-@pytest.mark.parametrize("expansion", ["broadcast", "repeat"])
+@pytest.mark.parametrize("expansion", sorted(EXPANSIONS))
 def test_greedy_texts(ffn, expansion):
     detectors.greedy_texts_are_the_targets(make_pair(ffn), expansion=expansion)
 
@@ -67,7 +68,7 @@ def test_bf16_texts_are_equal_at_the_shapes_of_verification(bf16_pair):
     target, draft = bf16_pair
     prompts = random_prompts(8)
     plain = generate(target, prompts, 40, width=5)
-    for expansion in ("broadcast", "repeat"):
+    for expansion in EXPANSIONS:
         done = generate(target, prompts, 40, draft=draft, expansion=expansion)
         assert [item.tokens for item in done] == [item.tokens for item in plain]
 

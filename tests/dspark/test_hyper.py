@@ -26,7 +26,19 @@ def both(function):
     return quiet, loud
 
 
-@pytest.mark.parametrize("name", ["pre", "pre_broadcast", "post", "post_pre", "head"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pre",
+        "pre_broadcast",
+        "post",
+        "post_pre",
+        "head",
+        "pre_broadcast, collapsed",
+        "post, collapsed",
+        "post_pre, collapsed",
+    ],
+)
 def test_both_sides_round_alike(case, name, monkeypatch):
     target, streams, output = case
     config, site = target.config.mhc, target.layers[1].attn_site
@@ -34,18 +46,24 @@ def test_both_sides_round_alike(case, name, monkeypatch):
     folded = reference.fold(site.fn, 4)
     with torch.no_grad():
         mix = hyper.pre(streams, site, config)
+        unexpanded = hyper.pre_broadcast(x, folded, site, config, collapse=True)
     calls = {
         "pre": lambda: hyper.pre(streams, site, config),
         "pre_broadcast": lambda: hyper.pre_broadcast(x, folded, site, config),
         "post": lambda: (hyper.post(output, mix),),
         "post_pre": lambda: hyper.post_pre(output, mix, site, config),
         "head": lambda: (hyper.head(streams, target.hc_head_fn, target.hc_head_scale, target.hc_head_base, config),),
+        # comb is None on both sides
+        "pre_broadcast, collapsed": lambda: hyper.pre_broadcast(x, folded, site, config, collapse=True)[:2],
+        "post, collapsed": lambda: (hyper.post(output, unexpanded),),
+        "post_pre, collapsed": lambda: hyper.post_pre(output, unexpanded, site, config),
     }
     used = []
-    original = getattr(hyper.ops, name)
-    monkeypatch.setattr(hyper.ops, name, lambda *args: used.append(name) or original(*args))
+    op = name.split(",")[0]
+    original = getattr(hyper.ops, op)
+    monkeypatch.setattr(hyper.ops, op, lambda *args, **kwargs: used.append(op) or original(*args, **kwargs))
     quiet, loud = both(calls[name])
-    assert used == [name], "the op must be called in inference, and only there"
+    assert used == [op], "the op must be called in inference, and only there"
     for a, b in zip(quiet, loud, strict=True):
         assert a.dtype == b.dtype
         assert a.shape == b.shape
@@ -60,6 +78,23 @@ def test_mixes_stay_fp32_under_autocast(case):
         cast = hyper.pre(streams.float(), site, config)
     assert torch.equal(plain.comb, cast.comb)
     assert torch.equal(plain.layer_input, cast.layer_input)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_collapsed_streams_are_what_the_first_post_makes_of_the_embedding(case, dtype):
+    target, streams, output = case
+    config, site = target.config.mhc, target.layers[1].attn_site
+    x, folded = streams[:, 0].contiguous().to(dtype), reference.fold(site.fn, 4)
+    with torch.no_grad():
+        short, long = (hyper.pre_broadcast(x, folded, site, config, collapse=collapse) for collapse in (True, False))
+        assert short.comb is None
+        assert torch.equal(short.layer_input, long.layer_input)
+        assert torch.equal(short.residual, x)
+        got, want = (hyper.post_pre(output.to(dtype), mix, site, config) for mix in (short, long))
+    # comb's columns sum to 1 up to eps 1e-6; then one rounding of the streams
+    bound = 1e-5 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(got.residual, want.residual, rtol=bound, atol=bound / 4)
+    torch.testing.assert_close(got.layer_input, want.layer_input, rtol=4 * bound, atol=4 * bound)
 
 
 def test_inference_needs_the_derived_weight(case):

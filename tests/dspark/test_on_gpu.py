@@ -5,6 +5,7 @@ import torch
 from dspark_pairs import make_pair, random_prompts
 
 from mhc.dspark import DSparkDraft, Target, V4Config, generate, initialise, to_inference
+from mhc.dspark.expansion import EXPANSIONS
 from mhc.dspark.ffn import Experts
 from mhc.dspark.matmul import matmul_fp32
 
@@ -57,7 +58,7 @@ def test_grouped_experts_equal_one_by_one():
     torch.testing.assert_close(grouped.float(), want, rtol=2e-2, atol=2e-3)
 
 
-@pytest.mark.parametrize("expansion", ["broadcast", "repeat"])
+@pytest.mark.parametrize("expansion", sorted(EXPANSIONS))
 def test_greedy_texts_are_bit_equal_to_plain_at_the_same_shapes(mini, prompts, expansion):
     target, draft = mini
     plain = generate(target, prompts, 64, width=8)
@@ -86,22 +87,23 @@ def test_gpu_and_cpu_agree(ffn):
     assert sum(a == b for a, b in zip(want, got, strict=True)) >= 12
 
 
-def test_refresh_is_seen_by_a_captured_draft(mini):
+@pytest.mark.parametrize("expansion", ["broadcast", "table"])
+def test_refresh_is_seen_by_a_captured_draft(mini, expansion):
     """A refit writes into the same storage, so that a graph captured before it computes with the new weight."""
     _, draft = mini
     context = draft.context(4, 32)
     block = draft.block(torch.tensor([5, 6, 7, 8], device="cuda"), torch.zeros(4, dtype=torch.long, device="cuda"))
     with torch.no_grad():
         for _ in range(3):
-            draft(*block, context)
+            draft(*block, context, expansion=expansion)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = draft(*block, context).logits
+            captured = draft(*block, context, expansion=expansion).logits
         graph.replay()
         before, state = captured.clone(), {name: tensor.clone() for name, tensor in draft.state_dict().items()}
         changed = {name: tensor * 1.5 if name.endswith("hc_attn_fn") else tensor for name, tensor in state.items()}
         draft.load_state_dict(changed)
         graph.replay()
         assert not torch.equal(captured, before)
-        torch.testing.assert_close(captured, draft(*block, context).logits)
+        torch.testing.assert_close(captured, draft(*block, context, expansion=expansion).logits)
         draft.load_state_dict(state)

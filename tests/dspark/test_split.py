@@ -5,6 +5,7 @@ import torch
 
 from mhc import __main__ as main
 from mhc.dspark import V4Config
+from mhc.dspark.expansion import EXPANSIONS
 from mhc.dspark.parts import arms_difference, draft_parts, random_draft
 from mhc.dspark.split_command import FIELDS, measure, table
 
@@ -12,13 +13,14 @@ PARTS = {"forward", "first_pre", "attention", "ffn", "post_pre", "head", "logits
 
 
 @pytest.mark.parametrize("ffn", ["dense", "moe"])
-def test_parts_run_on_inputs_of_the_forward(ffn):
+@pytest.mark.parametrize("expansion", sorted(EXPANSIONS))
+def test_parts_run_on_inputs_of_the_forward(ffn, expansion):
     draft = random_draft(V4Config.tiny(ffn), "cpu")
-    parts = draft_parts(draft, 3, 20, "broadcast")
+    parts = draft_parts(draft, 3, 20, expansion)
     assert set(parts) == PARTS
     whole = parts["forward"]()
     assert whole.logits.shape == (3, 4, 32)
-    assert parts["first_pre"]().residual.shape == (12, 4, 64)
+    assert parts["first_pre"]().residual.shape == ((12, 64) if expansion == "collapsed" else (12, 4, 64))
     assert [tensor.shape for tensor in parts["attention"]()] == [(3, 4, 64)] * 2
     assert [tensor.shape for tensor in parts["ffn"]()] == [(12, 64)] * 2
     assert len(parts["post_pre"]()) == 2 * draft.config.draft_layers
@@ -28,22 +30,26 @@ def test_parts_run_on_inputs_of_the_forward(ffn):
     assert not whole.logits.requires_grad
 
 
-def test_difference_between_arms():
+@pytest.mark.parametrize("expansion", sorted(set(EXPANSIONS) - {"repeat"}))
+def test_difference_between_arms(expansion):
     draft = random_draft(V4Config.tiny("dense"), "cpu")
-    apart = arms_difference(draft, 2, 8, "broadcast")
+    apart = arms_difference(draft, 2, 8, expansion)
     assert apart["layer_input"] <= 2**-7 * apart["layer_input_max"]
     assert apart["logits"] < 0.05 * apart["logits_max"]
     with torch.no_grad():
         draft.layers[0].hc_attn_fn.data.mul_(-9)  # unseen by the version counter: a stale fold
-    assert arms_difference(draft, 2, 8, "broadcast")["logits"] > apart["logits"]
+    assert arms_difference(draft, 2, 8, expansion)["logits"] > apart["logits"]
 
 
-def test_measure_covers_both_arms():
+def test_measure_covers_every_arm():
     draft = random_draft(V4Config.tiny("dense"), "cpu")
     points = list(measure(draft, [1, 2], 8, rounds=2, samples=2, seed=0, timer="cpu_call"))
     assert all(set(FIELDS) == set(point) for point in points)
     seen = {(point["requests"], point["expansion"], point["part"]) for point in points}
-    assert {(count, arm, "forward") for count in (1, 2) for arm in ("broadcast", "repeat")} <= seen
+    every = {
+        (count, arm, part) for count in (1, 2) for arm in EXPANSIONS for part in ("forward", "first_pre", "post_pre")
+    }
+    assert every <= seen
     assert {part for _, _, part in seen} == PARTS
     assert " 100.0%" in table(points)
 
