@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from mhc.bench import machine
 from mhc.bench.records import free_path, run_line
 from mhc.config import MHCConfig
 from mhc.dspark import hyper
@@ -81,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     hyper.OPS = args.maps == "kernels"
+    machine.git_state()  # the card names the commit: an unknown one is an error now, not after the training
     path = args.out / f"{args.model}.safetensors"
     if path.exists():
         raise FileExistsError(f"{path} exists: remove it to train again, or name another --out")
