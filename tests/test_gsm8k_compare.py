@@ -50,6 +50,9 @@ def evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> compare.Evalu
         total("broadcast_c0.5", 0.5, drafted=480, accepted=360),
         total("broadcast_c0.9", 0.9, drafted=0, accepted=0),
     ]
+    difference = {"arm": "broadcast", "blocks": 200, "differing": 3, "first_position": [0, 1, 2], "logit_error": 0.1}
+    lines.append({"record": "difference", **difference})
+    lines.append({"record": "equality", "arm": "broadcast", "questions": QUESTIONS, "differing_ids": [3, 4]})
     for arm, wall in (("plain", 2.0), ("repeat", 1.25), ("broadcast", 1.0)):
         fields = {"arm": arm, "requests": 1, "launch": "eager", "tokens": 100, "wall_s": [wall, wall * 2, wall / 2]}
         lines.append({"record": "throughput", **fields})
@@ -83,6 +86,15 @@ def test_paired(evaluation: compare.Evaluation) -> None:
     assert pair.differing_texts == 2
     assert pair.length == (0, 0, 0)
     assert (pair.correct.only_first, pair.correct.only_second, pair.correct.p_value) == (2, 0, 0.5)
+
+
+def test_answer_and_differences(evaluation: compare.Evaluation) -> None:
+    text = compare.answer(evaluation, [compare.paired(evaluation, "repeat", "broadcast", t) for t in (1.0, 0.0)])
+    assert "On 24 questions" in text
+    assert "is 2.600; the other arms differ from it by broadcast +0.0000 (+0.0000 to +0.0000), in" in text
+    assert "2 of 24 greedy texts differ" in text
+    row = compare.differences(evaluation).loc["broadcast"]
+    assert (row["differing, %"], row["first differing at 1 to k"]) == (1.5, [0, 1, 2])
 
 
 def test_by_draft_length(evaluation: compare.Evaluation) -> None:

@@ -1,4 +1,4 @@
-"""Two looks at a draft that counting accepted tokens cannot give: calibration, and where two arms first differ."""
+"""Two looks at a draft that counting accepted tokens cannot give: calibration, and where arms first differ."""
 
 from __future__ import annotations
 
@@ -57,61 +57,91 @@ def calibration(pair: Pair, samples: Sequence[Sample], *, seed: int = 0) -> list
 
 
 @torch.no_grad()
-def differences(pair: Pair, samples: Sequence[Sample], arms: tuple[str, str], *, seed: int = 0) -> list[Record]:
-    """Greedy drafts of two arms from the same anchors of the same texts: how often, where and why they differ.
+def differences(
+    pair: Pair, samples: Sequence[Sample], baseline: str, others: Sequence[str], *, seed: int = 0
+) -> list[Record]:
+    """Greedy drafts of each other arm against the baseline's, from the same anchors of the same texts.
 
     Returns:
-        One `difference` record with the totals (`blocks`, `differing`, `first_position` [k] counts, `logit_error` the
-        largest difference of base logits), then up to 40 `flip` records: sample, anchor, position, both tokens, and the
-        first arm's gap between them beside the logits' difference there: a near-tie has a gap no larger than that.
+        For each other arm one `difference` record with the totals (`blocks`, `differing`, `first_position` [k] counts,
+        `logit_error` the largest difference of base logits), then up to 40 `flip` records: sample, anchor, position,
+        both tokens, and the baseline's gap between them beside the logits' difference there: a near-tie has a gap no
+        larger than that.
     """
-    target, draft = pair.target, _draft(pair)
-    size = draft.config.block_size
-    blocks, first_position, worst = 0, [0] * size, 0.0
-    flips: list[Record] = []
-    for number, (batch, anchors) in enumerate(_anchored(samples, target, seed)):
+    draft = _draft(pair)
+    found = {arm: _Difference([baseline, arm], [0] * draft.config.block_size) for arm in others}
+    for number, (batch, anchors) in enumerate(_anchored(samples, pair.target, seed)):
         rows = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
         context = draft.context(len(rows), batch.ids.shape[1])
-        draft.insert_context(context, target(batch.ids).aux, rows)
-        for column in range(anchors.shape[1]):
-            start = anchors[:, column]
+        draft.insert_context(context, pair.target(batch.ids).aux, rows)
+        for start in anchors.unbind(1):
             anchor = batch.ids.gather(1, start[:, None]).squeeze(1)
-            ids, positions = draft.block(anchor, start)
-            outputs = [draft(ids, positions, context, expansion=arm) for arm in arms]
-            zero = torch.zeros(positions.shape, dtype=torch.float64, device=ids.device)
-            first, second = (propose(draft, output, anchor, 0.0, zero) for output in outputs)
-            error = (outputs[0].logits - outputs[1].logits).abs()
-            worst = max(worst, error.max().item())
-            blocks += len(start)
-            differ = first.tokens != second.tokens
-            for row in differ.any(1).nonzero().flatten().tolist():
-                place = int(differ[row].long().argmax())
-                first_position[place] += 1
-                if len(flips) < EXAMPLES:
-                    pair_of = torch.stack((first.tokens[row, place], second.tokens[row, place]))
-                    previous = first.tokens[row, place - 1] if place else anchor[row]
-                    markov = draft.markov_head(draft.markov_head.embed(previous))
-                    gap = (outputs[0].logits[row, place] + markov)[pair_of]
-                    flips.append(
-                        {
-                            "record": "flip",
-                            "sample": number * BATCH + row,
-                            "anchor": int(start[row]),
-                            "position": place + 1,
-                            "tokens": [pair.tokenizer.id_to_token(int(token)) for token in pair_of],
-                            "gap": round(float(gap[0] - gap[1]), 6),
-                            "logit_error": round(float(error[row, place, pair_of].sum()), 6),
-                        }
-                    )
-    total = {
-        "record": "difference",
-        "arms": list(arms),
-        "blocks": blocks,
-        "differing": sum(first_position),
-        "first_position": first_position,
-        "logit_error": worst,
-    }
-    return [total, *flips]
+            block = draft.block(anchor, start)
+            zero = torch.zeros(block[1].shape, dtype=torch.float64, device=anchor.device)
+            outputs = {arm: draft(*block, context, expansion=arm) for arm in (baseline, *others)}
+            tokens = {arm: propose(draft, output, anchor, 0.0, zero).tokens for arm, output in outputs.items()}
+            for arm, difference in found.items():
+                logits = (outputs[baseline].logits, outputs[arm].logits)
+                difference.add(pair, number * BATCH, anchor, start, logits, (tokens[baseline], tokens[arm]))
+    return [record for difference in found.values() for record in difference.records()]
+
+
+class _Difference:
+    """Greedy drafts of two arms, compared block by block."""
+
+    def __init__(self, arms: list[str], first_position: list[int]) -> None:
+        self.arms, self.first_position = arms, first_position
+        self.blocks, self.logit_error = 0, 0.0
+        self.flips: list[Record] = []
+
+    def add(
+        self,
+        pair: Pair,
+        first_sample: int,
+        anchor: Tensor,
+        start: Tensor,
+        logits: tuple[Tensor, Tensor],
+        tokens: tuple[Tensor, Tensor],
+    ) -> None:
+        """One block of each of R samples: anchors and their positions [R], base logits [R, k, V], tokens [R, k]."""
+        error = (logits[0] - logits[1]).abs()
+        self.logit_error = max(self.logit_error, error.max().item())
+        self.blocks += len(start)
+        differ = tokens[0] != tokens[1]
+        for row in differ.any(1).nonzero().flatten().tolist():
+            place = int(differ[row].long().argmax())
+            self.first_position[place] += 1
+            if len(self.flips) == EXAMPLES:
+                continue
+            both = torch.stack([arm[row, place] for arm in tokens])
+            previous = tokens[0][row, place - 1] if place else anchor[row]
+            head = _draft(pair).markov_head
+            gap = (logits[0][row, place] + head(head.embed(previous)))[both]
+            self.flips.append(
+                {
+                    "record": "flip",
+                    "arm": self.arms[1],
+                    "sample": first_sample + row,
+                    "anchor": int(start[row]),
+                    "position": place + 1,
+                    "tokens": [pair.tokenizer.id_to_token(int(token)) for token in both],
+                    "gap": round(float(gap[0] - gap[1]), 6),
+                    "logit_error": round(float(error[row, place, both].sum()), 6),
+                }
+            )
+
+    def records(self) -> list[Record]:
+        """The totals, then the flips."""
+        total = {
+            "record": "difference",
+            "arms": self.arms,
+            "arm": self.arms[1],
+            "blocks": self.blocks,
+            "differing": sum(self.first_position),
+            "first_position": self.first_position,
+            "logit_error": self.logit_error,
+        }
+        return [total, *self.flips]
 
 
 def _anchored(samples: Sequence[Sample], target: Target, seed: int) -> Iterator[tuple[Batch, Tensor]]:

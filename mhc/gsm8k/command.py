@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help=f"default: mini 0, openai {SEED}")
     parser.add_argument("--k", type=int, default=7, help="draft length; openai: what the server was started with")
     mini = parser.add_argument_group("mini")
-    mini.add_argument("--arm", default="broadcast", help="plain, repeat, broadcast, ..")
+    mini.add_argument("--arm", default="broadcast", help="plain, repeat, broadcast, table or collapsed")
     mini.add_argument("--threshold", type=float, default=0.0, help="cut drafts at the first confidence below")
     mini.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     mini.add_argument("--maps", default="kernels", choices=("kernels", "torch"), help="torch needs no TileLang")

@@ -16,6 +16,7 @@ from mhc.dspark import tokenizer as tokenizers
 from mhc.dspark.artifacts import Pair, load_pair, read_card
 from mhc.dspark.batch import Completion
 from mhc.dspark.corpus import Sample, collate, encode
+from mhc.dspark.expansion import EXPANSIONS
 from mhc.dspark.losses import draft_losses, next_token_loss
 from mhc.dspark.optimise import Plan, train
 from mhc.dspark.train_draft import draw_anchors, start_from_target, train_draft
@@ -234,9 +235,10 @@ def test_commands_end_to_end(gsm8k_folder: Path, monkeypatch: pytest.MonkeyPatch
     records = read(next(out.glob("*-gsm8k-*.jsonl")))
     assert records[0]["model_sha256"] == card["sha256"]
     assert records[-1]["record"] == "end"
-    for expansion in ("repeat", "broadcast"):
+    for expansion in EXPANSIONS:
         for temperature in (0.0, 1.0):
             assert len(questions(records, arm=expansion, k=3, temperature=temperature)) == 6
+    assert [r["arm"] for r in records if r["record"] == "difference"] == [arm for arm in EXPANSIONS if arm != "repeat"]
     assert all(not r["differing_ids"] for r in records if r["record"] == "equality")
     asked = ["--temperature", "1", "--batch-size", "4", "--out", str(gsm8k_folder / "ask.jsonl")]
     assert main(["gsm8k", *record, *asked]) == 0
@@ -247,6 +249,19 @@ def test_commands_end_to_end(gsm8k_folder: Path, monkeypatch: pytest.MonkeyPatch
     (out / "draft.safetensors").write_bytes(b"x")
     with pytest.raises(ValueError, match="its card says"):
         load_pair(out)
+
+
+def test_an_unknown_commit_is_an_error_before_the_training(
+    gsm8k_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unknown() -> tuple[str, bool]:
+        raise RuntimeError("the commit is unknown")
+
+    monkeypatch.setattr("mhc.bench.machine.git_state", unknown)
+    out = gsm8k_folder / "pair"
+    assert main(["train", "target", "--data", str(gsm8k_folder), "--out", str(out), "--device", "cpu"]) == 1
+    assert "the commit is unknown" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_speed_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
