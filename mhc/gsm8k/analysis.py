@@ -116,7 +116,7 @@ class _Difference:
             both = torch.stack([arm[row, place] for arm in tokens])
             previous = tokens[0][row, place - 1] if place else anchor[row]
             head = _draft(pair).markov_head
-            gap = (logits[0][row, place] + head(head.embed(previous)))[both]
+            gap = (logits[0][row, place] + head(head.embed(previous[None]))[0])[both]
             self.flips.append(
                 {
                     "record": "flip",
