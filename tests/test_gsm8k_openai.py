@@ -121,11 +121,11 @@ def test_a_request_that_fails_for_good_is_an_error(tmp_path: Path, status: int, 
     broken = True
 
     def script(body: dict[str, Any], attempt: int) -> Reply:
-        return (status, {}, {}) if broken and "What is 7 " in body["prompt"] else (200, {}, right(body))
+        return (status, {}, b"too long") if broken and "What is 7 " in body["prompt"] else (200, {}, right(body))
 
     path = tmp_path / "a.jsonl"
     with serve(script) as canned:
-        with pytest.raises(RuntimeError, match=r"1 of 30 questions failed \(first: 7, .*run the same command again"):
+        with pytest.raises(RuntimeError, match=r"1 of 30 .* failed \(first: 7, .*too long.*run the same command again"):
             run(canned, path)
         assert sum(count for text, count in canned.seen.items() if "What is 7 " in text) == tries
         assert [row["id"] for row in questions(read(path))] == [i for i in range(30) if i != 7]
@@ -256,6 +256,23 @@ def test_acceptance_is_what_the_counters_gained(tmp_path: Path) -> None:
         "mean_length": 2.5,
     }
     assert session["tokens"] == 150
+
+
+def test_a_length_that_misses_a_killed_session_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def script(body: dict[str, Any], attempt: int) -> Reply:
+        canned.metrics = counters(100, 200, 150, 90, 60)
+        return 200, {}, right(body)
+
+    path = tmp_path / "a.jsonl"
+    with serve(script) as canned:
+        run(canned, path)
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:21]))  # killed after 20 answers
+        canned.metrics = counters(0, 0, 0, 0, 0)
+        run(canned, path)
+    with Journal(path, {}) as journal:
+        assert command._counted(journal) == (2.5, 10)
+        assert command._summary(argparse.Namespace(), journal, *command._counted(journal)) == 0
+    assert "mean acceptance length 2.500 (over 10 of them)" in capsys.readouterr().out
 
 
 def test_restarted_server_is_noticed(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def _mini(args: argparse.Namespace, problems: Sequence[Problem]) -> int:
             for row in outcome.rows:
                 journal.append(row.record())
             journal.append(outcome.total)
-        return _summary(args, journal, None)
+        return _summary(args, journal)
 
 
 def _openai(args: argparse.Namespace, problems: Sequence[Problem]) -> int:
@@ -136,11 +136,15 @@ def _openai(args: argparse.Namespace, problems: Sequence[Problem]) -> int:
     header = _header(args, problems, shots=count, seed=sampling.seed, api=args.api, stop=list(sampling.stop))
     with _journal(args, header) as journal:
         asyncio.run(ask(server, sampling, problems, texts, journal, rule=args.rule, arm="server", k=args.k))
-        sessions = [line["acceptance"] for line in journal.records if line["record"] == "session"]
-        known = [acceptance for acceptance in sessions if acceptance]
-        drafts = sum(acceptance["drafts"] for acceptance in known)
-        length = 1 + sum(acceptance["accepted"] for acceptance in known) / drafts if drafts else None
-        return _summary(args, journal, length)
+        return _summary(args, journal, *_counted(journal))
+
+
+def _counted(journal: Journal) -> tuple[float | None, int]:
+    """Mean acceptance length by the server's counters, and the questions it covers: not those of a killed session."""
+    known = [line for line in journal.records if line["record"] == "session" and line["acceptance"]]
+    drafts = sum(line["acceptance"]["drafts"] for line in known)
+    length = 1 + sum(line["acceptance"]["accepted"] for line in known) / drafts if drafts else None
+    return length, sum(line["questions"] for line in known)
 
 
 def _record(args: argparse.Namespace, problems: Sequence[Problem]) -> int:
@@ -156,7 +160,9 @@ def _record(args: argparse.Namespace, problems: Sequence[Problem]) -> int:
     return 0
 
 
-def _summary(args: argparse.Namespace, journal: Journal, server_length: float | None) -> int:
+def _summary(
+    args: argparse.Namespace, journal: Journal, server_length: float | None = None, counted: int | None = None
+) -> int:
     rows = [line for line in journal.records if line["record"] == "question"]
     right = sum(row["correct"] for row in rows)
     accuracy = wilson(right, len(rows))
@@ -164,10 +170,11 @@ def _summary(args: argparse.Namespace, journal: Journal, server_length: float | 
     drafts = sum(row["drafts"] or 0 for row in rows)
     if drafts:
         length = 1 + sum(sum(row["accepted_per_position"]) for row in rows) / drafts
+    partly = f" (over {counted} of them)" if length is not None and counted not in (None, len(rows)) else ""
     print(
         f"{len(rows)} questions: accuracy {accuracy.value:.4f} (95 % {accuracy.low:.4f} to {accuracy.high:.4f}), "
         f"invalid {sum(row['invalid'] for row in rows) / len(rows):.4f}, mean acceptance length "
-        f"{'not reported' if length is None else f'{length:.3f}'}; rows in {journal.path}"
+        f"{'not reported' if length is None else f'{length:.3f}'}{partly}; rows in {journal.path}"
     )
     if not getattr(args, "gate", False):
         return 0

@@ -139,7 +139,9 @@ async def _request(client: httpx.AsyncClient, server: Server, sampling: Sampling
     ):
         with attempt:
             response = await client.post(path, json=body)
-            response.raise_for_status()
+            if not response.is_success:
+                said = f"{response.status_code} {response.reason_phrase}: {response.text[:200]}"
+                raise httpx.HTTPStatusError(said, request=response.request, response=response)
             return _answer(response)
     raise AssertionError("unreachable: the last attempt returns or raises")
 
