@@ -28,7 +28,7 @@ def positions(ax: Axes, tables: Mapping[str, pd.DataFrame]) -> None:
     ax.plot([], [], "_", color=INK, label="given all before it")
     ax.set(xlabel="position in the draft", ylabel="accepted / drafts", ylim=(0, 1))
     ax.set_xticks(next(iter(tables.values())).index)
-    ax.legend()
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside the bars, which fill the axes
 
 
 def draft_lengths(ax: Axes, table: pd.DataFrame) -> None:
@@ -45,9 +45,13 @@ def truncation(axes: Sequence[Axes], table: pd.DataFrame) -> None:
     """What a confidence threshold trades: length kept against tokens verified, and the share of them accepted."""
     left, right = axes
     left.plot(table["verified tokens a round"], table["mean length"], "o-", color=color("broadcast"))
+    # thresholds that cut alike share a point and a label
+    labels: dict[tuple[float, float], list[str]] = {}
     for threshold, row in table.iterrows():
-        where = (row["verified tokens a round"], row["mean length"])
-        left.annotate(f"{threshold:g}", where, (4, -10), textcoords="offset points", fontsize=8)
+        where = (round(row["verified tokens a round"], 2), round(row["mean length"], 2))
+        labels.setdefault(where, []).append(f"{threshold:g}")
+    for where, same in labels.items():
+        left.annotate(", ".join(same), where, (4, -10), textcoords="offset points", fontsize=8)
     left.set(xlabel="draft tokens verified a round", ylabel="mean acceptance length, tokens")
     right.plot(table.index, table["accepted of verified, %"], "o-", color=color("broadcast"))
     right.set(xlabel="confidence threshold", ylabel="accepted of verified tokens, %", ylim=(0, 100))
@@ -66,34 +70,47 @@ def calibration(ax: Axes, records: Sequence[Mapping[str, Any]]) -> None:
         total = sum(record["count"])
         ax.scatter(record["confidence"], record["accepted"], [200 * n / total for n in record["count"]], color=shade)
     ax.set(xlabel="confidence", ylabel="probability of acceptance", xlim=(0, 1), ylim=(0, 1))
-    ax.legend(title="position", fontsize=8)
+    ax.legend(title="position", fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def flips(ax: Axes, records: Sequence[Mapping[str, Any]], blocks: int) -> None:
-    """Each differing draft: the winner's lead over the other arm's token, against the logits' own difference there."""
+    """Differing drafts, an arm a colour: the lead of repeat's token over the arm's, against the logits' difference."""
     if records:
-        errors = [max(record["logit_error"], 1e-6) for record in records]
-        gaps = [max(record["gap"], 1e-6) for record in records]
-        ax.loglog(errors, gaps, "o", color=color("broadcast"))
-        limits = [min(errors + gaps) / 2, max(errors + gaps) * 2]
+        points = [(record["arm"], max(record["logit_error"], 1e-6), max(record["gap"], 1e-6)) for record in records]
+        for arm in dict.fromkeys(arm for arm, _, _ in points):
+            own = [(error, gap) for name, error, gap in points if name == arm]
+            ax.loglog(*zip(*own, strict=True), "o", color=color(arm), alpha=0.7, label=arm)
+        values = [value for _, *pair in points for value in pair]
+        limits = [min(values) / 2, max(values) * 2]
         ax.plot(limits, limits, "--", color=INK)
         ax.annotate("lead = difference", (limits[1], limits[1]), (-4, -12), textcoords="offset points", ha="right")
+        ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
     else:
         ax.text(0.5, 0.5, f"no draft of {blocks:,} differs", ha="center", transform=ax.transAxes)
+        ax.set(xticks=[], yticks=[])
     ax.set(xlabel="difference of the two tokens' logits between the arms", ylabel="lead of the chosen token")
 
 
 def speed(ax: Axes, table: pd.DataFrame) -> None:
     """Tokens a second: plain grey, the arms in their colours, whiskers from the slowest to the fastest round."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
     arms = [arm for arm in ("plain", "repeat", "broadcast") if ("median", arm) in table.columns]
     for number, arm in enumerate(arms):
         x = [place + (number - 1) * 0.27 for place in range(len(table))]
         middle = table[("median", arm)]
         errors = [middle - table[("low", arm)], table[("high", arm)] - middle]
-        ax.bar(x, middle, 0.25, yerr=errors, color=MUTED if arm == "plain" else color(arm), label=arm)
+        # points, not bars: a logarithmic axis has no zero for a bar to stand on
+        shade = MUTED if arm == "plain" else color(arm)
+        ax.errorbar(x, middle, errors, fmt="o", markersize=8, capsize=4, color=shade, label=arm)
     names = [
         f"{launch.replace('_', ' ')}\n{requests} request{'s' * (requests > 1)}" for launch, requests in table.index
     ]
     ax.set_xticks(range(len(table)), names)
-    ax.set(ylabel="tokens a second", yscale="log")
-    ax.legend()
+    ax.set(ylabel="tokens a second", yscale="log", xlim=(-0.6, len(table) - 0.4))
+    low, high = table["low"].min().min(), table["high"].max().max()
+    ax.set_ylim(low / 1.5, high * 1.5)
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))

@@ -149,11 +149,13 @@ def test_figures_draw(evaluation: compare.Evaluation) -> None:
         "expected_error": 0.1,
     }
     plots_acceptance.calibration(axes[4], [calibration, calibration | {"position": 2}])
-    flip = {"gap": 0.01, "logit_error": 0.02}
-    plots_acceptance.flips(axes[5], [flip], 100)
+    flip = {"arm": "broadcast", "gap": 0.01, "logit_error": 0.02}
+    plots_acceptance.flips(axes[5], [flip, flip | {"arm": "table"}], 100)
     plots_acceptance.flips(axes[6], [], 100)
     plots_acceptance.speed(axes[7], compare.speed(evaluation))
     assert len(axes[0].patches) == 2 * K
+    assert [text.get_text() for text in axes[5].get_legend().get_texts()] == ["broadcast", "table"]
+    assert sorted(text.get_text() for text in axes[2].texts) == ["0", "0.5", "0.9"]
     assert "no draft of 100 differs" in axes[6].texts[0].get_text()
     fig.canvas.draw()
     plt.close(fig)
