@@ -91,6 +91,31 @@ def flips(ax: Axes, records: Sequence[Mapping[str, Any]], blocks: int) -> None:
     ax.set(xlabel="difference of the two tokens' logits between the arms", ylabel="lead of the chosen token")
 
 
+def training(axes: Sequence[Axes], curves: Mapping[str, pd.DataFrame]) -> None:
+    """Over the steps, of each step and held out (dots): the target's loss of answer tokens, the draft's `tau`."""
+    for ax, (name, curve) in zip(axes, curves.items(), strict=True):
+        train, dev = curve[curve.phase == "train"], curve[curve.phase == "dev"]
+        figure = "tau" if "tau" in curve else "answer"
+        ax.plot(train.step, train[figure], "-", color=MUTED, linewidth=1, label="of a step")
+        ax.plot(dev.step, dev[figure], "o", color=color("broadcast"), markersize=4, label="held out")
+        label = {"tau": "expected acceptance length, tokens", "answer": "loss of answer tokens, nats"}[figure]
+        ax.set(xlabel="step", ylabel=label, title=name)
+        ax.legend()
+
+
+def draft_round(ax: Axes, table: pd.DataFrame) -> None:
+    """Where a draft forward's time goes, a bar a batch size: the first pre in its colour, the rest in greys."""
+    left, greys = 0 * table.iloc[:, 0], ["#5f6b7a", "#8a8f98", "#aeb4bc", "#c9ced5", "#e0e4e8"]
+    names = [f"{requests} request{'s' * (requests > 1)}" for requests in table.index]
+    for part in table.columns:
+        shade = color("broadcast") if part == "first_pre" else greys.pop(0)
+        ax.barh(names, table[part], left=left, color=shade, label=part.replace("_", " "))
+        left = left + table[part]
+    ax.invert_yaxis()
+    ax.set(xlabel="time of one draft forward, microseconds")
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
+
+
 def speed(ax: Axes, table: pd.DataFrame) -> None:
     """Tokens a second: plain grey, the arms in their colours, whiskers from the slowest to the fastest round."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter

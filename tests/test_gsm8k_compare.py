@@ -97,6 +97,21 @@ def test_answer_and_differences(evaluation: compare.Evaluation) -> None:
     assert (row["differing, %"], row["first differing at 1 to k"]) == (1.5, [0, 1, 2])
 
 
+def test_training_curves(tmp_path: Path) -> None:
+    assert compare.training_curves(tmp_path) == {}
+    point = {"record": "training", "model": "draft", "phase": "train", "step": 20, "loss": 1.0, "tau": 2.0}
+    lines = [{"record": "run", "what": "train-draft", "started": "2026"}, point, point | {"phase": "dev", "tau": 3.0}]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curves = compare.training_curves(tmp_path)
+    assert curves["draft"].tau.tolist() == [2.0, 3.0]
+    plt = pytest.importorskip("matplotlib.pyplot")
+    fig, ax = plt.subplots()
+    plots_acceptance.training([ax], curves)
+    assert ax.get_ylabel() == "expected acceptance length, tokens"
+    assert [line.get_ydata().tolist() for line in ax.lines] == [[2.0], [3.0]]
+    plt.close(fig)
+
+
 def test_by_draft_length(evaluation: compare.Evaluation) -> None:
     table = compare.by_draft_length(evaluation)
     assert table.length.tolist() == pytest.approx([1.8, 2.3, 2.6])

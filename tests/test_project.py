@@ -14,6 +14,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from mhc.bench.records import find
 from mhc.plots import streams_svg
 
 ROOT = Path(__file__).parent.parent
@@ -153,3 +154,8 @@ def test_package_data_is_declared():
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["mhc"]
     declared = {path for pattern in data for path in (ROOT / "mhc").glob(pattern)}
     assert declared >= {path for path in tracked() if path.is_relative_to(ROOT / "mhc") and path.suffix != ".py"}
+
+
+def test_readme_says_whether_a_trained_pair_is_recorded():
+    recorded = bool(find(ROOT / "notebooks" / "data", "gsm8k"))
+    assert ("No trained pair is recorded yet" in README) != recorded

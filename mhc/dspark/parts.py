@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mhc.arithmetic import steps_bf16
 from mhc.dspark import hyper
 from mhc.dspark.config import V4Config
 from mhc.dspark.draft import DSparkDraft
@@ -33,17 +34,18 @@ def arms_difference(draft: DSparkDraft, requests: int, context_length: int, expa
     """How far an arm is from `repeat` on the same inputs: largest absolute differences, and what they compare to.
 
     Returns:
-        `layer_input` (of the first pre) and `logits`, each with the largest value beside it, and `argmax`: the share of
-        rows whose best token differs.
+        `layer_input` (of the first pre) and `logits`, each with the largest value beside it, `layer_input_steps`: the
+        same in bf16 steps, and `argmax`: the share of rows whose best token differs.
     """
     found = {}
     for arm in ("repeat", expansion):
         parts = draft_parts(draft, requests, context_length, arm)
-        found[arm] = (parts["first_pre"]().layer_input.float(), parts["forward"]().logits)
+        found[arm] = (parts["first_pre"]().layer_input, parts["forward"]().logits)
     (x, logits), (other_x, other_logits) = found["repeat"], found[expansion]
     return {
-        "layer_input": (x - other_x).abs().max().item(),
+        "layer_input": (x.float() - other_x.float()).abs().max().item(),
         "layer_input_max": x.abs().max().item(),
+        "layer_input_steps": steps_bf16(x, other_x).max().item(),
         "logits": (logits - other_logits).abs().max().item(),
         "logits_max": logits.abs().max().item(),
         "argmax": (logits.argmax(-1) != other_logits.argmax(-1)).float().mean().item(),

@@ -227,6 +227,15 @@ def equality(evaluation: Arms) -> pd.DataFrame:
     return table.assign(differing=table.differing_ids.str.len())[["arm", "questions", "differing"]].set_index("arm")
 
 
+def training_curves(folder: str | Path) -> dict[str, pd.DataFrame]:
+    """The newest loss curve of target and draft beside their weights, one row a record; empty where there is none."""
+    curves = {}
+    for model in ("target", "draft"):
+        for path in find(folder, f"train-{model}")[-1:]:
+            curves[model] = pd.DataFrame(record for record in read(path) if record["record"] == "training")
+    return curves
+
+
 def by_draft_length(evaluation: Evaluation, arm: str = "broadcast") -> pd.DataFrame:
     """Mean length at each k, and what the full-length run predicts for it: `1 + sum of its first k rates`."""
     rates = evaluation.rows(arm).acceptance().rate_per_position
