@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from mhc.bench.records import Record, find, load
-from mhc.bench.stats import ratio
+from mhc.bench.stats import Ratio, ratio
 from mhc.dspark.split_command import FIELDS
 
 PARTS = ("first_pre", "attention", "ffn", "post_pre", "head", "logits")
@@ -37,7 +37,7 @@ def by_arm(record: Record) -> pd.DataFrame:
     table = []
     for requests, arm in sorted({key[:2] for key in samples}, key=lambda key: (key[0], key[1] != "repeat", key[1])):
         forward, baseline = samples[requests, arm, "forward"], samples[requests, "repeat", "forward"]
-        kept = ratio(forward, baseline)
+        kept = Ratio(1.0, 1.0, 1.0) if arm == "repeat" else ratio(forward, baseline)
         first = pd.Series(samples[requests, arm, "first_pre"]).median()
         row: dict[str, Any] = {"requests": requests, "arm": arm, "forward_us": pd.Series(forward).median()}
         row |= {"first_pre_us": first, "first pre, % of forward": 100 * first / row["forward_us"]}
