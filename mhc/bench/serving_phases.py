@@ -13,6 +13,7 @@ import hashlib
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,7 +99,12 @@ def measure(engine: Engine, plan: Plan, recorder: Recorder, times: Timetable) ->
             _say(times, f"captured {name}, first pre calls meanwhile {calls}")
     for phase in plan.phases:
         _say(times, phase)
-        phases[phase](engine, plan, recorder, times, names)
+        try:
+            phases[phase](engine, plan, recorder, times, names)
+        except Exception as error:  # recorded, and the phases after it are still worth their time
+            traceback.print_exc()
+            _point(recorder, plan, phase, "unpatched", "eager" if phase == "eager" else "graph", plan.batch,
+                   status="failed", reason=f"{type(error).__name__}: {error}".splitlines()[0])  # fmt: skip
 
 
 def replay(engine: Engine, plan: Plan, recorder: Recorder, times: Timetable, names: Sequence[str]) -> None:
