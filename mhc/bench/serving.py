@@ -14,7 +14,6 @@ Throughput hardly resolves a first pre; replaying the captured draft steps in tu
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from typing import Any
 from mhc.bench import records, serving_model
 from mhc.bench.serving_engine import ENVIRONMENT, Engine, Settings, VllmEngine
 from mhc.bench.serving_phases import MODES, PHASES, Plan, Timetable, measure
+from mhc.vllm_plugin import installed
 
 DEFAULT_MODES = ("unpatched", "vllm_kernel", "mhc", "mhc_post_pre")
 DEFAULT_BUDGET_S = 240.0
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     started = time.perf_counter()
     settings, wanted = plan(args)
-    if importlib.util.find_spec("vllm") is None:
+    if installed.find() is None:
         print("mhc bench serving: vLLM is not installed here; notebook 05 replays the records in notebooks/data",
               file=sys.stderr)  # fmt: skip
         return 2

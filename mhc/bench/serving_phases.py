@@ -96,6 +96,7 @@ def measure(engine: Engine, plan: Plan, recorder: Recorder, times: Timetable) ->
     if set(plan.phases) - {"eager"}:
         for name in names:
             calls = engine.call("mhc_capture", name)
+            _point(recorder, plan, "capture", name, "graph", plan.batch, first_pre_calls=calls)
             _say(times, f"captured {name}, first pre calls meanwhile {calls}")
     for phase in plan.phases:
         _say(times, phase)
