@@ -5,6 +5,7 @@ The source is the installed vLLM's; without one it is `EXCERPT`, the least that 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -102,11 +103,13 @@ def run_forward(source: Source, patched: bool, tokens: int, config: MHCConfig, s
     draft.hc_head_fn = draft.hc_head_scale = draft.hc_head_base = draft.rms_norm_eps = draft.hc_eps = None
     names: dict[str, Any] = {
         "torch": torch,
-        GUARD: lambda model: patched,
+        GUARD: lambda *_: patched,
         "mhc_post_tilelang": mhc.post,
         "hc_head_fused_kernel_tilelang": lambda streams, *_: streams.float().mean(1),
     }
-    exec(transformed(source.draft, "dspark.py"), names)
+    # with a token table the look-up would be ours as well: not part of this
+    options = {"table": False} if "table" in inspect.signature(transformed).parameters else {}
+    exec(transformed(source.draft, "dspark.py", **options), names)
     forward: Callable[..., Tensor] = names["forward"]
     result = forward(draft, torch.randint(512, (tokens,), generator=generator), torch.arange(tokens))
     return seen[0]._replace(hidden=result)

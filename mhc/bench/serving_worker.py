@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mhc.bench import serving_host
-from mhc.vllm_plugin.first_pre import STATE, FirstPre
+from mhc.vllm_plugin.first_pre import STATE
 from mhc.vllm_plugin.patch import POST_PRE_OP
 from mhc.vllm_plugin.post_pre import PostPre
 
@@ -24,19 +24,26 @@ FN = "hc_attn_fn"
 
 
 class Mode(NamedTuple):
-    """The kernels that the first pre may take (None: those that the plugin chose) and who runs post + pre."""
+    """How a step runs.
 
-    first_pre: tuple[str, ...] | None
+    Attributes:
+        kernels: that the first pre may take; None are those that the plugin chose, none at all is vLLM's own path.
+        table: whether the plugin's token table is used; None where the plugin chose to.
+        ours_post_pre: whether our kernel runs post + pre.
+    """
+
+    kernels: tuple[str, ...] | None
+    table: bool | None
     ours_post_pre: bool
 
 
 MODES = {
-    "unpatched": Mode((), False),
-    "vllm_kernel": Mode(("vllm",), False),
-    "mhc": Mode(None, False),
-    "mhc_fused": Mode(("fused",), False),
-    "mhc_table": Mode(("table",), False),
-    "mhc_post_pre": Mode(None, True),
+    "unpatched": Mode((), False, False),
+    "vllm_kernel": Mode(("vllm",), False, False),
+    "mhc": Mode(None, None, False),
+    "mhc_fused": Mode(("fused",), False, False),
+    "mhc_table": Mode(None, True, False),
+    "mhc_post_pre": Mode(None, None, True),
 }
 
 
@@ -60,11 +67,11 @@ class Extension:
             raise RuntimeError(
                 "the plugin did not patch vLLM's draft: see the lines that begin with mhc: in vLLM's log"
             )
-        self.mhc_state: FirstPre = state
+        self.mhc_state: Any = state  # a FirstPre
         self.mhc_layers = layers
         op = getattr(layers, POST_PRE_OP)
         self.mhc_post_pre: PostPre | None = op if isinstance(op, PostPre) else None
-        self.mhc_loaded = tuple(state.kernels)
+        self.mhc_loaded, self.mhc_look_up = tuple(state.kernels), getattr(state, "look_up", None)
         self.mhc_graphs: dict[str, tuple[Any, Any]] = {}
         self.mhc_reset()
         _count_eager(self, speculator)
@@ -73,6 +80,7 @@ class Extension:
             "speculator": type(speculator).__name__,
             "draft": type(speculator.model).__name__,
             "first_pre_kernels": list(self.mhc_loaded),
+            "token_table": self._mhc_has_table(),
             "post_pre_ours": self.mhc_post_pre is not None and any(self.mhc_post_pre.verdicts.values()),
             "derived_weight_shape": list(state.weight.tensor.shape) if state.weight else None,
             "attention": type(speculator.model.model.layers[0].attn).__name__,
@@ -90,19 +98,29 @@ class Extension:
     def mhc_available(self, name: str) -> str:
         """An empty text where a mode can run here, else the reason why not."""
         mode = MODES[name]
-        missing = set(mode.first_pre or ()) - set(self.mhc_loaded)
-        if missing:
-            return f"the plugin accepted {', '.join(self.mhc_loaded) or 'no kernel'}, not {', '.join(sorted(missing))}"
-        if mode.first_pre is None and not self.mhc_loaded:
+        if name != "unpatched" and not self.mhc_loaded:
             return "the plugin accepted no kernel for the first pre"
+        # vLLM's own kernel is there whether or not the plugin would take it
+        missing = set(mode.kernels or ()) - {"vllm", *self.mhc_loaded}
+        if missing:
+            return f"the plugin accepted {', '.join(self.mhc_loaded)}, not {', '.join(sorted(missing))}"
+        if mode.table and not self._mhc_has_table():
+            return "the plugin made no token table"
         if mode.ours_post_pre and (self.mhc_post_pre is None or not any(self.mhc_post_pre.verdicts.values())):
             return "our post + pre is not active: MHC_POST_PRE=vllm, or refused by its self-check"
         return ""
 
+    def _mhc_has_table(self) -> bool:
+        return getattr(self.mhc_look_up, "table", None) is not None
+
+    def _mhc_use(self, kernels: tuple[str, ...] | None, table: bool | None) -> None:
+        self.mhc_state.kernels = self.mhc_loaded if kernels is None else kernels
+        self.mhc_state.look_up = None if table is False else self.mhc_look_up
+
     def mhc_switch(self, name: str, graphs: bool) -> None:
         """Run in a mode from now on, with its captured graphs or eagerly."""
         mode = MODES[name]
-        self.mhc_state.kernels = self.mhc_loaded if mode.first_pre is None else mode.first_pre
+        self._mhc_use(mode.kernels, mode.table)
         if self.mhc_post_pre is not None:
             op = self.mhc_post_pre if mode.ours_post_pre else self.mhc_post_pre.original
             setattr(self.mhc_layers, POST_PRE_OP, op)
@@ -237,10 +255,11 @@ class Extension:
             self.mhc_first_fn = fn.detach().clone()
             generator = torch.Generator(device=fn.device).manual_seed(seed)
             new = torch.randn(fn.shape, generator=generator, device=fn.device) * 0.01
-        tensor = self.mhc_state.weight.tensor  # type: ignore[union-attr]
+        self._mhc_use(None, None)  # as a server would run when it is refitted
+        tensor = self.mhc_state.weight.tensor
         address = tensor.data_ptr()
         draft.load_weights([(f"mtp.0.{FN}", new)])
-        now = self.mhc_state.weight.tensor  # type: ignore[union-attr]
+        now = self.mhc_state.weight.tensor
         folded = fn.detach().view(fn.shape[0], draft.model.hc_mult, -1).sum(1)
         error = (now - folded).abs().max().item()
         return {"same_storage": now.data_ptr() == address, "error": error, "follows": error < 1e-6}

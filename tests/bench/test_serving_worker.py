@@ -196,11 +196,34 @@ def test_switch_changes_kernels_post_pre_and_graphs(worker):
 def test_modes_that_cannot_run_say_why(worker):
     worker.mhc_start()
     assert worker.mhc_available("mhc") == worker.mhc_available("mhc_post_pre") == ""
-    assert "accepted fused, vllm, not table" in worker.mhc_available("mhc_table")
+    assert "made no token table" in worker.mhc_available("mhc_table")
+    worker.mhc_loaded = ("vllm",)
+    assert "accepted vllm, not fused" in worker.mhc_available("mhc_fused")
+    worker.mhc_loaded = ("fused",)
+    assert worker.mhc_available("vllm_kernel") == ""
     worker.mhc_post_pre.verdicts[CONFIG] = False
     assert "post + pre is not active" in worker.mhc_available("mhc_post_pre")
     worker.mhc_loaded = ()
     assert "accepted no kernel" in worker.mhc_available("mhc")
+    assert worker.mhc_available("unpatched") == ""
+
+
+def test_a_token_table_is_used_where_the_mode_says_and_in_a_refit(worker):
+    state = worker.model_runner.speculator.model.model.__dict__[STATE]
+    state.look_up = look_up = SimpleNamespace(table="the table")
+    assert worker.mhc_start()["token_table"]
+    used = {}
+    for name in MODES:
+        assert worker.mhc_available(name) == ""
+        worker.mhc_switch(name, False)
+        used[name] = state.look_up is look_up
+    assert used == {
+        "unpatched": False, "vllm_kernel": False, "mhc": True, "mhc_fused": False, "mhc_table": True,
+        "mhc_post_pre": True,
+    }  # fmt: skip
+    worker.mhc_switch("unpatched", False)
+    worker.mhc_refit(1)
+    assert state.look_up is look_up  # a table that nobody holds could not follow
 
 
 def test_steps_are_counted_and_timed_apart(worker):
