@@ -37,6 +37,10 @@ PALETTE = {
     "broadcast": "#0072b2",
     "table": "#009e73",
     "collapsed": "#1b4d3e",
+    # ways to serve
+    "unpatched": "#d55e00",
+    "vllm_kernel": "#e69f00",
+    "mhc": "#56b4e9",
 }
 
 

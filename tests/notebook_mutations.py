@@ -133,6 +133,30 @@ right = Batch.record
 Batch.record = lambda self, was_live, *rest: right(self, torch.ones_like(was_live), *rest)
 """
 
+STEPS_OF_EVERY_REQUEST = """
+from mhc.bench import published, serving_bound
+
+right = serving_bound.most_steps
+serving_bound.most_steps = lambda tokens: published.SERVING_PROMPTS * right(tokens)  # a batch is served at once
+"""
+
+INTERVAL_OF_ONE_SAMPLE = """
+from mhc.bench import serving_stats
+
+def wrong(differences, seed=0):
+    low, high = differences.mean() - 1.96 * differences.std(), differences.mean() + 1.96 * differences.std()
+    return float(differences.mean()), float(low), float(high)
+
+serving_stats.mean_interval = wrong
+"""
+
+PATCH_IS_NEVER_ACTIVE = """
+from mhc.bench import serving_source
+
+right = serving_source.run_forward
+serving_source.run_forward = lambda source, patched, *rest: right(source, False, *rest)
+"""
+
 MUTATIONS: list[Mutation] = [
     Mutation("01", "fold-drops-a-stream", WRONG_FOLD),
     Mutation("01", "fold-plain-fp64", PLAIN_FOLD),
@@ -148,4 +172,8 @@ MUTATIONS: list[Mutation] = [
     Mutation("04", "fold-drops-a-stream", WRONG_FOLD),
     Mutation("04", "every-draft-is-accepted", EVERY_DRAFT_IS_ACCEPTED),
     Mutation("04", "finished-requests-count-rounds", FINISHED_REQUESTS_COUNT_ROUNDS),
+    Mutation("05", "fold-drops-a-stream", WRONG_FOLD),
+    Mutation("05", "patch-is-never-active", PATCH_IS_NEVER_ACTIVE),
+    Mutation("05", "steps-of-every-request", STEPS_OF_EVERY_REQUEST),
+    Mutation("05", "interval-of-one-sample", INTERVAL_OF_ONE_SAMPLE),
 ]

@@ -1,4 +1,4 @@
-"""Timing: `latency` measures on this GPU, `wheels` packs for GPU hosts without a network, `show` prints a record."""
+"""Timing: `latency` and `serving` measure on this GPU, `wheels` packs for offline hosts, `show` prints a record."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import argparse
 import sys
 from pathlib import Path
 
-from mhc.bench import latency, wheels
+from mhc.bench import latency, serving, wheels
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m mhc bench`."""
     commands = parser.add_subparsers(dest="bench", required=True, metavar="COMMAND")
-    for name, module in (("latency", latency), ("wheels", wheels)):
+    for name, module in (("latency", latency), ("serving", serving), ("wheels", wheels)):
         sub = commands.add_parser(
             name, help=(module.__doc__ or "").splitlines()[0], description=module.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         module.add_arguments(sub)
         sub.set_defaults(action=module.run)
-    show = commands.add_parser("show", help="Print a latency record's tables and targets.")
+    show = commands.add_parser("show", help="Print a record's tables and targets.")
     show.add_argument("record", type=Path)
     show.set_defaults(action=_show)
 
@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from mhc.bench import records, summary
+    from mhc.bench import records, serving_stats, summary
 
-    print(summary.text(records.load(args.record)))
+    record = records.load(args.record)
+    print({"serving": serving_stats.text}.get(record.run["what"], summary.text)(record))
     return 0

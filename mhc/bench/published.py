@@ -27,6 +27,13 @@ H20_EAGER = (PublishedRange("vllm_repeat", 105.72, 110.11), PublishedRange("vllm
 H20_SPEEDUP = 1.512
 H20_TOKENS = (1, 256)
 
+# the same pull request's serving result: two H20s, tensor and expert parallel, 16 prompts x 128 tokens, 8 repeats
+SERVING_SOURCE = "vLLM pull request 53972, two NVIDIA H20, TP 2 + EP, 16 prompts x 128 tokens, 8 repeats, no interval"
+SERVING_TOK_S = {"mean": (751.73, 769.06), "median": (756.52, 772.00)}
+SERVING_LATENCY_S = (2.7071, 2.6528)
+SERVING_ACCEPTANCE = (0.875, 0.884)
+SERVING_PROMPTS, SERVING_TOKENS, SERVING_DRAFT_TOKENS = 16, 128, 7
+
 # the GPU's data sheet: multiprocessors and peak memory bandwidth
 H20_SM_COUNT, H20_PEAK_GBS = 78, 4000.0
 H200_PEAK_GBS = 4800.0
@@ -51,6 +58,31 @@ _PRIOR_PAIR = {
     "vllm_repeat": (16.2, 19.6, 23.5, 38.9, 105.9, 409.0),
     "vllm_broadcast": (13.4, 16.2, 18.4, 25.1, 63.5, 239.0),
 }
+
+PRIOR_SERVING_SOURCE = (
+    "earlier sketch on NVIDIA H200s with vLLM 0.26.0 and the model of `mhc/bench/serving_model.py`: means with "
+    "standard errors of 200 alternating replays, samples not kept"
+)
+# (GPUs, draft tokens): whole draft step, saved by removing the repeat, its standard error, us
+PRIOR_SAVED_US = {
+    (1, 7): (1652.0, 5.4, 0.5),
+    (1, 112): (3408.7, 6.4, 0.4),
+    (1, 448): (7075.3, 24.8, 0.9),
+    (2, 112): (4176.9, 8.3, 0.8),
+}
+PRIOR_ENGINE_STEP_US = {112: 10600.0, 448: 18000.0}  # one GPU, 4 target layers
+
+
+def prior_saved() -> pd.DataFrame:
+    """The sketch in the columns of `serving_stats.saved`, with `tp`; 95 % intervals from its standard errors."""
+    import pandas as pd
+
+    rows = [
+        (tokens, "vllm_kernel", step, saved, saved - 1.96 * se, saved + 1.96 * se, saved / step, 200, tp)
+        for (tp, tokens), (step, saved, se) in PRIOR_SAVED_US.items()
+    ]
+    columns = ["T", "impl", "step_us", "saved_us", "low_us", "high_us", "share", "n", "tp"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def prior() -> pd.DataFrame:

@@ -74,7 +74,17 @@ LATENCY_FIELDS: Fields = {
     "error": (*_NUMBER, _NONE),  # worst error against fp64, in units of the fp32 formula's own
     "samples_us": (list,),
 }
-POINT_FIELDS: dict[str, Fields] = {"latency": LATENCY_FIELDS}
+# a serving point has more, by its op: see `mhc.bench.serving_phases`
+SERVING_FIELDS: Fields = {
+    "op": (str,),
+    "impl": (str,),
+    "mode": (str,),  # graph or eager
+    "batch": (int,),
+    "tp": (int,),
+    "status": (str,),
+    "reason": (str,),
+}
+POINT_FIELDS: dict[str, Fields] = {"latency": LATENCY_FIELDS, "serving": SERVING_FIELDS}
 
 
 @dataclass(frozen=True)
