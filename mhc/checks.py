@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 Dim = int | str  # an int is required; a letter is bound by the first tensor that has it
+Dtype = torch.dtype | tuple[torch.dtype, ...]  # one, or any of several
 
 
-def check(dims: dict[str, int], device: torch.device, **specs: tuple[Tensor, torch.dtype, tuple[Dim, ...]]) -> None:
+def check(dims: dict[str, int], device: torch.device, **specs: tuple[Tensor, Dtype, tuple[Dim, ...]]) -> None:
     """Check dtype, shape, contiguity and device of named tensors.
 
     Args:
@@ -23,13 +24,15 @@ def check(dims: dict[str, int], device: torch.device, **specs: tuple[Tensor, tor
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
         known = dict(dims)
-        fits = tensor.dtype == dtype and tensor.dim() == len(shape)
+        dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+        fits = tensor.dtype in dtypes and tensor.dim() == len(shape)
         for dim, size in zip(shape, tensor.shape, strict=False):
             fits = fits and size == (dim if isinstance(dim, int) else dims.setdefault(dim, size))
         # only a refused call is put into words: torch.compile cannot print a dynamic size
         if not fits:
             want = ", ".join(str(known.get(d, d) if isinstance(d, str) else d) for d in shape)
-            raise ValueError(f"{name} must be {_name(dtype)} [{want}], got {_name(tensor.dtype)} {list(tensor.shape)}")
+            wanted = " or ".join(_name(one) for one in dtypes)
+            raise ValueError(f"{name} must be {wanted} [{want}], got {_name(tensor.dtype)} {list(tensor.shape)}")
         if not tensor.is_contiguous():
             got = f"{_name(tensor.dtype)} {list(tensor.shape)}"
             raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())} for {got}")

@@ -87,7 +87,8 @@ def gather(
     layer_input = embedding.new_empty(tokens, config.hidden_size)
     if tokens:
         weight = norm_weight if norm_weight is not None else embedding[0]
-        run = launch.kernel(ids.get_device(), "gather", config, norm_weight is not None, collapsed)
+        id_dtype = "int32" if ids.dtype == torch.int32 else "int64"
+        run = launch.kernel(ids.get_device(), "gather", config, norm_weight is not None, collapsed, id_dtype)
         run(ids, embedding, *table, weight, residual, post, comb, layer_input)
     return residual, *_shaped(post, comb, layer_input, hc)
 

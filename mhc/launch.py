@@ -170,7 +170,8 @@ def reachable(config: MHCConfig, max_tokens: int) -> list[tuple[Any, ...]]:
     for norm in (True, False):
         kernels["finish", config, norm] = None
         for collapsed in (True, False):
-            kernels["gather", config, norm, collapsed] = None
+            for id_dtype in ("int64", "int32"):
+                kernels["gather", config, norm, collapsed, id_dtype] = None
     for collapsed in (True, False):
         kernels["post", config.hidden_size, config.hc_mult, collapsed] = None
     kernels["project", config, PROJECT_TILE] = None

@@ -11,6 +11,8 @@ from mhc.config import MHCConfig
 from mhc.ops import BF16, FP32, CollapsedOutput, PreOutput, _check_pre, _direct, _launch, pre_broadcast
 from mhc.weights import state_of
 
+ID_DTYPES = (torch.int64, torch.int32)
+
 
 class TokenTable:
     """post, comb and the layer input's two factors of every vocabulary entry.
@@ -117,7 +119,7 @@ def pre_from_table(
     An id outside the vocabulary reads nothing and fills its row with NaN.
 
     Args:
-        token_ids: [T] int64; None with `inputs_embeds`.
+        token_ids: [T] int64 or int32; None with `inputs_embeds`.
         embedding: [V, H] bf16.
         table: `TokenTable.build(embedding, ...)`.
         norm_weight: [H] bf16, or None for the un-normed layer input.
@@ -143,7 +145,7 @@ def pre_from_table(
         dims: dict[str, int] = {}
         device = embedding.device
         check(dims, device, embedding=(embedding, BF16, ("V", config.hidden_size)))
-        check(dims, device, token_ids=(token_ids, torch.int64, ("T",)))
+        check(dims, device, token_ids=(token_ids, ID_DTYPES, ("T",)))
         check(dims, device, **{"table.post": (table.post, FP32, ("V", config.hc_mult))})
         if norm_weight is not None:
             check(dims, device, norm_weight=(norm_weight, BF16, (config.hidden_size,)))

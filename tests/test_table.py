@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.table import VOCAB, Problem, problem
+from kernels.table import VOCAB, Problem, bits, problem
 from torch import Tensor
 
 import mhc
@@ -165,6 +165,18 @@ def test_the_collapsed_look_up_keeps_the_embedding(shape: tuple[int, int, bool])
 
 
 @pytest.mark.parametrize("collapse", [False, True])
+def test_ids_of_either_dtype(collapse: bool) -> None:
+    p = problem(CONFIG, 5)
+    args = (p.embedding, table_of(p), p.norm_weight, CONFIG)
+    ids = p.ids.clone()
+    ids[2] = -1
+    for a, b in zip(
+        pre_from_table(ids.int(), *args, collapse=collapse), pre_from_table(ids, *args, collapse=collapse), strict=True
+    ):
+        assert a is b is None or torch.equal(bits(a), bits(b))
+
+
+@pytest.mark.parametrize("collapse", [False, True])
 def test_inputs_embeds_take_pre_broadcast(collapse: bool) -> None:
     p = problem(CONFIG, 5)
     args = (p.embedding, table_of(p), p.norm_weight, CONFIG)
@@ -206,8 +218,8 @@ def test_both_or_neither_of_ids_and_embeddings() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("ids", lambda t: t.int(), r"token_ids must be int64 \[T\], got int32 \[4\]"),
-        ("ids", lambda t: t.view(2, 2), r"token_ids must be int64 \[T\], got int64 \[2, 2\]"),
+        ("ids", lambda t: t.short(), r"token_ids must be int64 or int32 \[T\], got int16 \[4\]"),
+        ("ids", lambda t: t.view(2, 2), r"token_ids must be int64 or int32 \[T\], got int64 \[2, 2\]"),
         ("ids", lambda t: t.repeat_interleave(2)[::2], r"token_ids must be contiguous, got strides \[2\]"),
         ("ids", lambda t: t.to("meta"), "token_ids must be on cpu, got meta"),
         ("embedding", lambda t: t.float(), r"embedding must be bfloat16 \[V, 64\], got float32 \[37, 64\]"),

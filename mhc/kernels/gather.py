@@ -6,7 +6,7 @@ from mhc.config import MHCConfig
 from mhc.kernels.fused import scale_row
 
 
-def gather(config: MHCConfig, has_norm: bool, collapsed: bool):
+def gather(config: MHCConfig, has_norm: bool, collapsed: bool, id_dtype: str):
     """ids [T], embedding [V, H], table (post [V, hc], comb [V, hc * hc], factor [V, 2]) -> the first pre's outputs.
 
     An id outside the vocabulary reads nothing and fills its row with NaN.
@@ -15,6 +15,7 @@ def gather(config: MHCConfig, has_norm: bool, collapsed: bool):
         config: shapes and constants.
         has_norm: whether the layer input is RMS-normed (else `weight` is not read).
         collapsed: residual is x itself, [T, 1, H], and no comb is written; else [T, hc, H] and [T, hc * hc].
+        id_dtype: of the ids, "int64" or "int32" (as servers keep them: a cast ahead would cost a launch).
     """
     hidden, hc = config.hidden_size, config.hc_mult
     copies = 1 if collapsed else hc
@@ -23,7 +24,7 @@ def gather(config: MHCConfig, has_norm: bool, collapsed: bool):
 
     @T.prim_func
     def gather_kernel(
-        ids: T.Tensor((tokens,), "int64"),
+        ids: T.Tensor((tokens,), id_dtype),
         embedding: T.Tensor((vocab, hidden), "bfloat16"),
         table_post: T.Tensor((vocab, hc), "float32"),
         table_comb: T.Tensor((vocab, hc * hc), "float32"),
@@ -45,7 +46,7 @@ def gather(config: MHCConfig, has_norm: bool, collapsed: bool):
             if has_norm and col < hidden:
                 for e in T.vectorized(8):
                     wb[e] = weight[col + e]
-            row = ids[token]
+            row = T.cast(ids[token], "int64")
             known = T.bitwise_and(row >= 0, row < T.cast(vocab, "int64"))
             for e in T.unroll(8):
                 xb[e] = T.cast(float("nan"), "bfloat16")

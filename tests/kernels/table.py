@@ -172,10 +172,10 @@ def table_op(collapsed: bool) -> Op:
     )
 
 
-def gather_op(norm: bool, collapsed: bool) -> Op:
+def gather_op(norm: bool, collapsed: bool, id_dtype: torch.dtype = torch.int64) -> Op:
     def call(p: Problem) -> tuple[Tensor, ...]:
         table = (p.table_post, p.table_comb, p.table_factor)
-        got = cuda.gather(p.ids, p.embedding, table, p.norm_weight if norm else None, p.config, collapsed)
+        got = cuda.gather(p.ids.to(id_dtype), p.embedding, table, p.norm_weight if norm else None, p.config, collapsed)
         return (got[0], got[1], got[3]) if collapsed else got
 
     def value(p: Problem, _: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -184,7 +184,8 @@ def gather_op(norm: bool, collapsed: bool) -> Op:
         post, comb = p.table_post[p.ids].unsqueeze(-1), p.table_comb[p.ids].view(-1, hc, hc)
         return (x.unsqueeze(1), post, y) if collapsed else (reference.expand(x, hc), post, comb, y)
 
-    name = f"gather{'-collapsed' if collapsed else ''}{'' if norm else '-unnormed'}"
+    kind = "" if id_dtype == torch.int64 else "-int32"
+    name = f"gather{kind}{'-collapsed' if collapsed else ''}{'' if norm else '-unnormed'}"
     last = 2 if norm else 1
     return Op(name, call, value, (None, None, last) if collapsed else (None, None, None, last))
 
@@ -243,6 +244,8 @@ OPS = (
     gather_op(True, False),
     gather_op(False, False),
     gather_op(True, True),
+    gather_op(True, False, torch.int32),
+    gather_op(True, True, torch.int32),
     collapsed_op(True),
     collapsed_op(False),
     table_op(False),

@@ -63,7 +63,7 @@ def normed_cases(tokens: tuple[int, ...], scarce: bool = False) -> Any:
 
 def ops(hidden: int) -> list[Op]:
     """All at the small H; at the others no variations that have nothing to do with H, to save a minute."""
-    rare = {SMALL: (), REAL[0]: ("unnormed",)}.get(hidden, ("unnormed", "pre_collapsed", "table"))
+    rare = {SMALL: (), REAL[0]: ("unnormed", "int32")}.get(hidden, ("unnormed", "int32", "pre_collapsed", "table"))
     return [op for op in OPS if not any(word in op.name for word in rare)]
 
 
