@@ -6,7 +6,7 @@ a DSpark module is patched when vLLM imports it, so every other model is served 
 
 Environment:
     MHC_DISABLE: 1 turns the plugin off.
-    MHC_FIRST_PRE: `auto` (default), `vllm` or `fused`, the kernel of the draft's first pre.
+    MHC_FIRST_PRE: `auto` (default), `vllm`, `fused` or `table`, what computes the draft's first pre.
     MHC_POST_PRE: `vllm` (default) or `ours`, the kernel of every other post + pre of V4's target and draft.
 """
 

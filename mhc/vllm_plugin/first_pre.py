@@ -13,15 +13,17 @@ import mhc
 from mhc import launch
 from mhc.config import MHCConfig
 from mhc.vllm_plugin import selfcheck
+from mhc.vllm_plugin.look_up import LookUp, takes, token_ids
 from mhc.vllm_plugin.selfcheck import Pre, Rejected
-from mhc.vllm_plugin.source import WEIGHT
+from mhc.vllm_plugin.source import WEIGHT, Match
 
 logger = logging.getLogger("vllm.plugins.mhc")  # under vLLM's own logger, whose handlers then apply
 
 STATE = "mhc_first_pre"  # on the draft model and on the derived tensor
-# on an H200 the fused kernel is ahead of vLLM's two launches up to here and behind above about 512 tokens
+# up to here the fused kernel is ahead of vLLM's two launches: read off the recorded H200 sweep of `pre_broadcast`
 FUSED_MOST_TOKENS = 256
-CHOICES = ("auto", "vllm", "fused")
+CHOICES = ("auto", "vllm", "fused", "table")
+WITH_TABLE = ("auto", "table")
 # vLLM's kernel is compiled once for each way to split its projection, which changes with every 64 tokens
 SPLIT_TOKENS = 64
 
@@ -34,24 +36,27 @@ class FirstPre:
     Args:
         draft: vLLM's DSpark model, whose `layers[0]` it serves.
         vllm_pre: vLLM's own kernel as (layer, x) -> residual, post, comb, layer input.
-        delayed: V4.1's pre, which only vLLM's kernel computes.
-        choice: one of `CHOICES`; `auto` takes the faster of the accepted kernels by the number of tokens.
+        match: what this vLLM's sources allow.
+        choice: one of `CHOICES`; `auto` takes the table where it can, else the faster kernel by the number of tokens.
         max_tokens: the most tokens that a draft forward can have.
 
     Attributes:
-        kernels: the accepted kernels; empty means that vLLM's unpatched path runs.
+        kernels: the accepted kernels of embeddings; empty means that vLLM's unpatched path runs.
+        look_up: the token table, for rows that come from token ids; None where none is wanted or possible.
         calls: how often Python ran each kernel (a captured CUDA graph replays without Python).
     """
 
-    def __init__(self, draft: nn.Module, vllm_pre: Any, delayed: bool, choice: str, max_tokens: int) -> None:
+    def __init__(self, draft: nn.Module, vllm_pre: Any, match: Match, choice: str, max_tokens: int) -> None:
         self.draft = draft
         self.vllm_pre = vllm_pre
-        self.delayed = delayed
+        self.match = match
         self.choice = choice
         self.max_tokens = max_tokens
         self.kernels: tuple[str, ...] = ()
-        self.calls = {"vllm": 0, "fused": 0}
+        self.look_up: LookUp | None = None
+        self.calls = {"vllm": 0, "fused": 0, "table": 0}
         self.weight: mhc.BroadcastWeight | None = None
+        self._said: list[str] = []
         self._checked_on: torch.device | None = None
         _alive.add(self)
 
@@ -79,7 +84,7 @@ class FirstPre:
         )
 
     def refresh(self) -> None:
-        """Derive the weight again, in place; on the first time on a device also choose the kernels.
+        """Derive the weight and the table again, in place; on the first time on a device also choose the kernels.
 
         A layer that is on the meta device is in the middle of a reload, whose end calls this again.
         """
@@ -96,21 +101,50 @@ class FirstPre:
         if self._checked_on != fn.device:
             self._checked_on = fn.device
             self._choose()
+        elif self.look_up is not None:
+            self.look_up.refresh()
 
     def is_active(self) -> bool:
         """Whether the embeddings stay 2-D; a weight that changed behind the hooks is derived again first."""
         if not self.kernels:
             return False
         assert self.weight is not None
-        if self.weight.is_stale() and not (self.weight.fn.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if self.weight.is_stale() and not self._is_capturing():
             self.refresh()
         return True
 
-    def kernel(self, tokens: int) -> str:
-        """Which of the accepted kernels runs this many tokens."""
+    def embeddings(self, ids: Tensor) -> Tensor:
+        """[T, H] the embeddings of token ids, looked up by vLLM, or a stand-in that `run` understands."""
+        if self.look_up is not None and self.is_active() and takes(ids, self.look_up.folded.device):
+            if not self._is_capturing():
+                if self.look_up.is_decided():
+                    self.look_up.refresh_if_stale()
+                else:
+                    self.look_up.decide()
+                    self._log()
+            if self.look_up.table is not None and self.look_up.is_decided():
+                return self.look_up.stand_in(ids)
+        return self.draft.embed_input_ids(ids)  # type: ignore[operator]
+
+    def kernel(self, x: Tensor) -> str:
+        """Which of the accepted kernels runs these rows."""
+        if token_ids(x) is not None:
+            return "table"
+        tokens = x.shape[0]
+        if not tokens:
+            return "fused"  # vLLM's launcher refuses an empty call
         if len(self.kernels) == 1:
             return self.kernels[0]
         return "fused" if tokens <= FUSED_MOST_TOKENS else "vllm"
+
+    def run(self, kernel: str, x: Tensor, scale: Tensor, base: Tensor, norm_weight: Tensor) -> Pre:
+        """One of our kernels, `fused` or `table`, with the outputs of vLLM's."""
+        if kernel == "fused":
+            return self.fused(x, scale, base, norm_weight)
+        ids = token_ids(x)
+        assert ids is not None
+        assert self.look_up is not None
+        return self.look_up.pre(ids, norm_weight)
 
     def fused(self, x: Tensor, scale: Tensor, base: Tensor, norm_weight: Tensor) -> Pre:
         """Our kernel, with the outputs of vLLM's: residual [T, hc, H], post, comb, layer input [T, H]."""
@@ -126,7 +160,7 @@ class FirstPre:
             try:
                 self._config = self.config()
                 self._warm_up(name)
-                error = selfcheck.check(self._candidate(name), self.layer, self._config, self.delayed, name)
+                error = selfcheck.check(self._candidate(name), self.layer, self._config, self.match.delayed, name)
             except Rejected as rejected:
                 said.append(f"{name} refused: {rejected}")
             except Exception as failure:  # a kernel that this host cannot run must not stop the engine
@@ -134,19 +168,37 @@ class FirstPre:
             else:
                 accepted.append(name)
                 said.append(f"{name} accepted, error {error:.2f} of its bound")
-        self.kernels = tuple(accepted)
-        if len(accepted) == 2:
+        self.kernels, self._said, self.look_up = tuple(accepted), said, None
+        if self.choice in WITH_TABLE and self.match.no_table is not None:
+            said.append(f"table refused: {self.match.no_table}")
+        elif self.choice in WITH_TABLE and "fused" in accepted:  # whose kernel makes the table's rows
+            assert self.weight is not None
+            self.look_up = LookUp(self.draft, self._config, self.weight.tensor)
+        if self.look_up is None:
+            self._log()  # else the first forward decides about the table, and then says all
+
+    def _log(self) -> None:
+        if len(self.kernels) == 2:
             mode = f"auto (fused up to {FUSED_MOST_TOKENS} tokens, vllm above)"
         else:
-            mode = accepted[0] if accepted else "off, vLLM's unpatched path"
+            mode = self.kernels[0] if self.kernels else "off, vLLM's unpatched path"
         assert self.weight is not None
-        logger.info("mhc: DSpark's first pre: mode %s; %s; derived weight %d bytes", mode, "; ".join(said),
-                    self.weight.tensor.nbytes)  # fmt: skip
+        said, size = list(self._said), f"derived weight {self.weight.tensor.nbytes} bytes"
+        if self.look_up is not None:
+            said.insert(0, self.look_up.said)
+            if self.look_up.table is not None:
+                mode = f"table (for rows without a token id {mode})"
+                size += f", token table {self.look_up.table.nbytes} bytes"
+        logger.info("mhc: DSpark's first pre: mode %s; %s; %s", mode, "; ".join(said), size)
+
+    def _is_capturing(self) -> bool:
+        assert self.weight is not None
+        return self.weight.tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def _candidates(self) -> tuple[str, ...]:
-        if self.delayed:
+        if self.match.delayed:
             return ("vllm",)
-        return ("fused", "vllm") if self.choice == "auto" else (self.choice,)
+        return {"auto": ("fused", "vllm"), "table": ("fused",)}.get(self.choice, (self.choice,))
 
     def _candidate(self, name: str) -> Any:
         layer = self.layer
@@ -169,10 +221,17 @@ class FirstPre:
             self.vllm_pre(self.layer, x[:tokens])
 
 
-def keeps_embeddings(draft: nn.Module) -> bool:
-    """What the patched forward asks: whether this draft's embeddings stay 2-D into its first layer."""
+def embeddings(draft: Any, ids: Tensor) -> Tensor:
+    """What the patched forward asks first: this draft's embeddings of token ids, or a stand-in for them."""
     state = draft.__dict__.get(STATE)
-    return state is not None and state.is_active()
+    return draft.embed_input_ids(ids) if state is None else state.embeddings(ids)
+
+
+def keeps_embeddings(draft: nn.Module, x: Tensor) -> bool:
+    """What the patched forward asks next: whether its embeddings x stay 2-D into the first layer."""
+    state = draft.__dict__.get(STATE)
+    # a stand-in cannot be expanded, and was only given because the answer is yes
+    return token_ids(x) is not None or (state is not None and state.is_active())
 
 
 def refresh_all() -> None:

@@ -2,11 +2,13 @@
 
 What changes in a process that imports a DSpark module (and in no other):
 
-- the draft model's forward, see `source`;
+- the draft model's forward, see `source` and, for the token table, `look_up`;
 - the draft's constructor, which attaches a `FirstPre`, its `load_weights` and `process_weights_after_loading`, which
   derive its weight;
-- the loader of vLLM 0.26.0, which calls no model's `process_weights_after_loading`, and the end of a layerwise reload;
-- the layer's broadcast op, which runs our kernel for tensors that a `FirstPre` derived and vLLM's for all others;
+- the end of every load (the loader of vLLM 0.26.0 calls no model's `process_weights_after_loading`) and of every
+  layerwise reload;
+- the layer's broadcast op, which runs our kernels for tensors that a `FirstPre` derived and vLLM's for all others;
+- for the token table, the target's `load_weights`: a refit of its embedding, which the draft shares, reaches the table;
 - with `MHC_POST_PRE=ours`, the op of all other layers of V4, target and draft, see `post_pre`.
 """
 
@@ -21,14 +23,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mhc.vllm_plugin.first_pre import STATE, FirstPre, keeps_embeddings, refresh_all
+from mhc.vllm_plugin.first_pre import STATE, WITH_TABLE, FirstPre, embeddings, keeps_embeddings, refresh_all
 from mhc.vllm_plugin.post_pre import PostPre
 from mhc.vllm_plugin.source import (
     BROADCAST_OP,
     DELAYED_OP,
     DRAFT_CLASS,
+    EMBEDDING,
     GUARD,
     LAYER_CLASS,
+    LOOK_UP,
+    TARGET_CLASS,
     WEIGHT,
     Match,
     Mismatch,
@@ -97,17 +102,22 @@ def patch(module: ModuleType, choice: str, post_pre: str) -> tuple[Match, Change
         raise Mismatch(f"{LAYER_CLASS} is in no module")
     source = inspect.getsource(module)
     match = examine(source, inspect.getsource(layer_module))
+    with_table = choice in WITH_TABLE and match.no_table is None
     changes = Changes()
 
     names: dict[str, Any] = {}
-    exec(transformed(source, inspect.getfile(module)), vars(module), names)
+    exec(transformed(source, inspect.getfile(module), with_table), vars(module), names)
     forward = names["forward"]
     forward.__qualname__ = f"{DRAFT_CLASS}.forward"
     changes.set(module, GUARD, keeps_embeddings)
     changes.set(draft_class, "forward", forward)
+    if with_table:
+        changes.set(module, LOOK_UP, embeddings)
+        target = _attribute(layer_module, TARGET_CLASS)
+        changes.set(target, "load_weights", _then_refresh_tables(target.load_weights))
 
     op = _attribute(layer_module, DELAYED_OP if match.delayed else BROADCAST_OP)
-    changes.set(causal_class, "__init__", _constructor(causal_class.__init__, op, match.delayed, choice))
+    changes.set(causal_class, "__init__", _constructor(causal_class.__init__, op, match, choice))
     for name in ("load_weights", "process_weights_after_loading"):
         original = getattr(causal_class, name, None)
         if original is None and name == "load_weights":
@@ -128,13 +138,13 @@ def _attribute(module: ModuleType, name: str) -> Any:
     return getattr(module, name)
 
 
-def _constructor(original: Callable[..., None], op: Callable[..., Any], delayed: bool, choice: str) -> Any:
+def _constructor(original: Callable[..., None], op: Callable[..., Any], match: Match, choice: str) -> Any:
     def vllm_pre(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         arguments = (layer.hc_attn_scale, layer.hc_attn_base, layer.rms_norm_eps, layer.hc_eps, layer.hc_eps,
                      layer.hc_post_alpha, layer.hc_sinkhorn_iters)  # fmt: skip
         norm = {"norm_weight": layer.attn_norm.weight.data, "norm_eps": layer.attn_norm.variance_epsilon}
         weight = getattr(layer, WEIGHT)
-        if not delayed:
+        if not match.delayed:
             return op(x, layer.hc_attn_fn, *arguments, **norm, fn_broadcast=weight)
         residual = x.unsqueeze(1).expand(-1, layer.hc_mult, -1).contiguous()
         post, comb, layer_input, _ = op(residual, weight, *arguments, x=x, **norm)
@@ -144,7 +154,7 @@ def _constructor(original: Callable[..., None], op: Callable[..., Any], delayed:
     def init(self: nn.Module, *args: Any, vllm_config: Any, **kwargs: Any) -> None:
         original(self, *args, vllm_config=vllm_config, **kwargs)
         draft: Any = self.model
-        state = FirstPre(draft, vllm_pre, delayed, choice, _max_tokens(vllm_config))
+        state = FirstPre(draft, vllm_pre, match, choice, _max_tokens(vllm_config))
         draft.__dict__[STATE] = state  # past nn.Module: neither a parameter nor a buffer nor in a checkpoint
 
     return init
@@ -170,18 +180,30 @@ def _then_refresh(original: Callable[..., Any] | None, name: str) -> Any:
     return hook if original is None else functools.wraps(original)(hook)
 
 
+def _then_refresh_tables(original: Callable[..., Any]) -> Any:
+    """A refit may hand over one tensor a call: only those of the embedding, among thousands, concern a table."""
+
+    @functools.wraps(original)
+    def load_weights(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        loaded = original(self, *args, **kwargs)
+        if loaded is None or any(EMBEDDING in name for name in loaded):
+            refresh_all()
+        return loaded
+
+    return load_weights
+
+
 def _dispatcher(original: Callable[..., Any]) -> Any:
     @functools.wraps(original)
     def dispatch(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, *constants: Any, **named: Any) -> Any:
         state: FirstPre | None = getattr(named.get("fn_broadcast"), STATE, None)
         if state is None:
             return original(x, fn, scale, base, *constants, **named)
-        # vLLM's launcher refuses an empty call
-        kernel = state.kernel(x.shape[0]) if x.shape[0] else "fused"
+        kernel = state.kernel(x)
         state.calls[kernel] += 1
-        if kernel == "fused":
-            return state.fused(x, scale, base, named["norm_weight"])
-        return original(x, fn, scale, base, *constants, **named)
+        if kernel == "vllm":
+            return original(x, fn, scale, base, *constants, **named)
+        return state.run(kernel, x, scale, base, named["norm_weight"])
 
     return dispatch
 
@@ -191,16 +213,19 @@ def _loader_changes(changes: Changes) -> None:
     names = ("utils", "base_loader", "reload", "reload.layerwise")
     modules = {name: importlib.import_module(f"{LOADER}.{name}") for name in names}
     load = _attribute(modules["utils"], "process_weights_after_loading")
-    if not calls_model_hook(inspect.getsource(modules["utils"])) and not hasattr(load, STATE):
+    if not hasattr(load, STATE):
+        hooked = calls_model_hook(inspect.getsource(modules["utils"]))
 
         @functools.wraps(load)
-        def load_then_hook(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        def load_then_refresh(model: nn.Module, *args: Any, **kwargs: Any) -> None:
             load(model, *args, **kwargs)
-            if STATE in getattr(getattr(model, "model", None), "__dict__", {}):
+            if STATE not in getattr(getattr(model, "model", None), "__dict__", {}):
+                refresh_all()  # the target's embedding may be the draft's
+            elif not hooked:
                 model.process_weights_after_loading()  # type: ignore[operator]
 
-        setattr(load_then_hook, STATE, True)
-        _everywhere(changes, modules, "process_weights_after_loading", load, load_then_hook)
+        setattr(load_then_refresh, STATE, True)
+        _everywhere(changes, modules, "process_weights_after_loading", load, load_then_refresh)
     finalize = _attribute(modules["reload.layerwise"], "finalize_layerwise_processing")
     if not hasattr(finalize, STATE):
 

@@ -6,6 +6,8 @@ The statement looked for, in the draft model's forward, is vLLM's
     hidden_states = inputs_embeds.unsqueeze(-2).repeat(1, self.hc_mult, 1)
 
 and it becomes `inputs_embeds if <the plugin is active> else <the same expression>`: vLLM's own path stays in place.
+For the token table the look-up before it, `inputs_embeds = self.embed_input_ids(input_ids)`, becomes a call of ours,
+provided that nothing but the expansion and the first pre sees what it returns (`look_up`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from types import CodeType
 
 DRAFT_CLASS = "DSparkDeepseekV4Model"
 LAYER_CLASS = "DeepseekV4DecoderLayer"
+TARGET_CLASS = "DeepseekV4ForCausalLM"
 BROADCAST_OP = "mhc_pre_broadcast_tilelang"
 DELAYED_OP = "mhc_pre_delayed_tilelang"
 WEIGHT = "hc_attn_fn_broadcast"
@@ -25,6 +28,8 @@ PRE_ARGUMENTS = [f"self.{name}" for name in (
     "hc_attn_scale", "hc_attn_base", "rms_norm_eps", "hc_eps", "hc_eps", "hc_post_alpha", "hc_sinkhorn_iters"
 )]  # fmt: skip
 GUARD = "_mhc_keeps_embeddings"
+LOOK_UP = "_mhc_embeddings"
+EMBEDDING = "embed_tokens"
 EXPANDING = {"repeat", "expand", "repeat_interleave", "tile", "broadcast_to", "expand_as"}
 
 
@@ -40,11 +45,13 @@ class Match:
         line: 1-based line of the expansion in the draft's module.
         statement: its source.
         delayed: whether the layer's pre is V4.1's delayed one, which only vLLM's own kernel computes.
+        no_table: why the first pre cannot come from a token table; None where it can.
     """
 
     line: int
     statement: str
     delayed: bool
+    no_table: str | None
 
 
 def examine(draft: str, layer: str) -> Match:
@@ -53,16 +60,31 @@ def examine(draft: str, layer: str) -> Match:
     Raises:
         Mismatch: there is not exactly one expansion, or the draft or the layer is built differently.
     """
-    forward = _method(ast.parse(draft), DRAFT_CLASS, "forward")
+    tree, layer_tree = ast.parse(draft), ast.parse(layer)
+    forward = _method(tree, DRAFT_CLASS, "forward")
     statement = _expansion(forward)
     _check_first_use(forward, statement)
-    return Match(statement.lineno, ast.unparse(statement), _is_delayed(layer))
+    delayed = _is_delayed(layer_tree)
+    no_table = "its pre is delayed" if delayed else None
+    if not delayed:
+        try:
+            _look_up(tree, forward)
+            _check_only_the_pre_reads(layer_tree)
+            _function(_class(layer_tree, TARGET_CLASS), "load_weights")
+        except Mismatch as error:
+            no_table = str(error)
+    return Match(statement.lineno, ast.unparse(statement), delayed, no_table)
 
 
-def transformed(draft: str, filename: str) -> CodeType:
+def transformed(draft: str, filename: str, table: bool) -> CodeType:
     """Compile the draft's forward with the expansion made conditional; running the code defines `forward`.
 
     Lines are those of the original file, so tracebacks stay true.
+
+    Args:
+        draft: source of the draft's module.
+        filename: where it is.
+        table: whether the look-up of the token ids becomes ours, too.
 
     Raises:
         Mismatch: as `examine`.
@@ -72,8 +94,9 @@ def transformed(draft: str, filename: str) -> CodeType:
     statement = _expansion(forward)
     _check_first_use(forward, statement)
     embeddings = _embeddings(statement)
-    keeps = ast.Call(ast.Name(GUARD, ast.Load()), [ast.Name("self", ast.Load())], [])
-    statement.value = ast.IfExp(keeps, ast.Name(embeddings, ast.Load()), statement.value)
+    if table:
+        _look_up(tree, forward).value = _call(LOOK_UP, "self", "input_ids")
+    statement.value = ast.IfExp(_call(GUARD, "self", embeddings), ast.Name(embeddings, ast.Load()), statement.value)
     flags = 0
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module == "__future__":
@@ -90,6 +113,10 @@ def calls_model_hook(loader: str) -> bool:
         isinstance(node, ast.Call) and not node.args and ast.unparse(node.func) == "model.process_weights_after_loading"
         for node in ast.walk(function)
     )
+
+
+def _call(function: str, *names: str) -> ast.Call:
+    return ast.Call(ast.Name(function, ast.Load()), [ast.Name(name, ast.Load()) for name in names], [])
 
 
 def _function(tree: ast.AST, name: str) -> ast.FunctionDef:
@@ -186,11 +213,56 @@ def _check_first_use(forward: ast.FunctionDef, statement: ast.Assign) -> None:
     raise Mismatch(f"{DRAFT_CLASS}.forward never hands {target} to self.layers")
 
 
-def _is_delayed(layer: str) -> bool:
-    """Check that the layer takes 2-D embeddings on its own; whether their pre is V4.1's delayed one."""
-    forward = _method(ast.parse(layer), LAYER_CLASS, "forward")
+def _look_up(tree: ast.Module, forward: ast.FunctionDef) -> ast.Assign:
+    """The statement that looks the token ids up, given that its result is only expanded.
+
+    With sequence parallelism its result is also cut into shards, but then no table is used.
+
+    Raises:
+        Mismatch: there is no such statement, or something else sees the embeddings.
+    """
+    own = _function(_class(tree, DRAFT_CLASS), "embed_input_ids").body
+    if [ast.unparse(statement) for statement in own] != [f"return self.{EMBEDDING}(input_ids)"]:
+        raise Mismatch(f"{DRAFT_CLASS}.embed_input_ids is more than self.{EMBEDDING}(input_ids)")
+    expansion = _expansion(forward)
+    name = _embeddings(expansion)
+    wanted = f"if {name} is None:\n    {name} = self.embed_input_ids(input_ids)"
+    found = [statement for statement in forward.body if ast.unparse(statement) == wanted]
+    if len(found) != 1 or forward.body.index(found[0]) > forward.body.index(expansion):
+        raise Mismatch(
+            f"{len(found)} look-ups of input_ids in {DRAFT_CLASS}.forward, expected one, before the expansion"
+        )
+    for statement in forward.body:
+        sharding = isinstance(statement, ast.If) and ast.unparse(statement.test) == "self.use_sequence_parallel"
+        if statement not in (found[0], expansion) and not sharding and _reads(statement, name):
+            raise Mismatch(f"line {statement.lineno}: {name} is also read by {ast.unparse(statement).splitlines()[0]}")
+    return found[0].body[0]  # type: ignore[attr-defined]
+
+
+def _reads(node: ast.AST, name: str) -> int:
+    """How often a name is read in a piece of source."""
+    return sum(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load) for n in ast.walk(node))
+
+
+def _check_only_the_pre_reads(layer: ast.Module) -> None:
+    """In the branch for 2-D embeddings the layer hands x to its pre, once, and never sees it again."""
+    forward = _method(layer, LAYER_CLASS, "forward")
+    outer, branch = _branch(forward)
+    before = forward.body[: forward.body.index(outer)] if outer in forward.body else forward.body
+    once = sum(_reads(statement, "x") for statement in branch.body) == 1
+    replaced = any(
+        isinstance(node, ast.Name) and node.id == "x" and isinstance(node.ctx, ast.Store)
+        for statement in branch.body
+        for node in ast.walk(statement)
+    )
+    if not (once and replaced and outer.body == [branch]) or any(_reads(statement, "x") for statement in before):
+        raise Mismatch(f"{LAYER_CLASS}.forward reads 2-D embeddings outside of their pre")
+
+
+def _branch(forward: ast.FunctionDef) -> tuple[ast.If, ast.If]:
+    """Of the layer: `if residual is None` and in it `if x.dim() == 2`."""
     branches = [
-        inner
+        (outer, inner)
         for outer in ast.walk(forward)
         if isinstance(outer, ast.If) and ast.unparse(outer.test) == "residual is None"
         for inner in outer.body
@@ -198,7 +270,13 @@ def _is_delayed(layer: str) -> bool:
     ]
     if len(branches) != 1:
         raise Mismatch(f"{len(branches)} branches for 2-D embeddings in {LAYER_CLASS}.forward, expected one")
-    calls = [node for part in branches[0].body for node in ast.walk(part) if isinstance(node, ast.Call)]
+    return branches[0]
+
+
+def _is_delayed(layer: ast.Module) -> bool:
+    """Check that the layer takes 2-D embeddings on its own; whether their pre is V4.1's delayed one."""
+    _, branch = _branch(_method(layer, LAYER_CLASS, "forward"))
+    calls = [node for part in branch.body for node in ast.walk(part) if isinstance(node, ast.Call)]
     pres = [call for call in calls if [ast.unparse(a) for a in call.args[2:]] == PRE_ARGUMENTS]
     if len(pres) == 1:
         first = [ast.unparse(argument) for argument in pres[0].args[:2]]

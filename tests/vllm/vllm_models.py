@@ -17,6 +17,8 @@ from mhc.config import MHCConfig
 
 HIDDEN, HC, VOCAB = 128, 4, 32
 LOADER = "vllm.model_executor.model_loader"
+EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
+SPECULATOR = "vllm.v1.worker.gpu.spec_decode"
 LOADER_MODULES = ["utils", "base_loader", "dummy_loader", "reload"] + [
     f"reload.{name}" for name in ("layerwise", "meta", "sanitize", "types", "utils")
 ]
@@ -25,7 +27,11 @@ LOADER_MODULES = ["utils", "base_loader", "dummy_loader", "reload"] + [
 def real_modules(model: str) -> list[str]:
     """What is imported from the release itself."""
     models = [f"vllm.models.{model}.nvidia.{name}" for name in ("dspark", "model")]
-    return models + [f"{LOADER}.{name}" for name in LOADER_MODULES]
+    embedding = [EMBEDDING] + [
+        f"vllm.model_executor.{name}" for name in ("custom_op", "utils", "layers.quantization.base_config")
+    ]
+    sharing = [f"{SPECULATOR}.{name}.utils" for name in ("dspark", "eagle")]
+    return models + [f"{LOADER}.{name}" for name in LOADER_MODULES] + embedding + sharing
 
 
 class Ops:
@@ -190,11 +196,23 @@ def prepare(module: ModuleType, ops: Ops) -> None:
     layers._use_sequence_parallel = module._use_sequence_parallel = lambda _: False  # type: ignore[attr-defined]
     if hasattr(layers, "_shard_fused_wqa_wkv"):
         layers._shard_fused_wqa_wkv = lambda _: False
-    module.VocabParallelEmbedding = lambda v, h, **_: nn.Embedding(v, h, dtype=torch.bfloat16)  # type: ignore[attr-defined]
+    embeddings = importlib.import_module(EMBEDDING)
+    real = embeddings.VocabParallelEmbedding
+    module.VocabParallelEmbedding = lambda *args, **named: real(*args, params_dtype=torch.bfloat16, **named)  # type: ignore[attr-defined]
+    set_ranks(1)
+    embeddings.tensor_model_parallel_all_reduce = lambda x: x  # type: ignore[attr-defined]
+    embeddings.divide = lambda a, b: a // b  # type: ignore[attr-defined]
     module.default_weight_loader = lambda parameter, value: parameter.data.copy_(value)  # type: ignore[attr-defined]
     module.get_tensor_model_parallel_world_size = lambda: 1  # type: ignore[attr-defined]
     module.get_tensor_model_parallel_rank = lambda: 0  # type: ignore[attr-defined]
     module.get_current_vllm_config = lambda: vllm_config()  # type: ignore[attr-defined]
+
+
+def set_ranks(size: int) -> None:
+    """What the next embeddings are told about tensor parallelism."""
+    embeddings = importlib.import_module(EMBEDDING)
+    embeddings.get_tensor_model_parallel_world_size = lambda: size  # type: ignore[attr-defined]
+    embeddings.get_tensor_model_parallel_rank = lambda: 0  # type: ignore[attr-defined]
 
 
 def vllm_config() -> Config:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 VERSIONS = ("0.26.0", "0.30.0", "0.33.0")
@@ -16,8 +17,12 @@ CACHE = Path(os.environ.get("MHC_VLLM_WHEELS", "~/.cache/mhc-tests/vllm-wheels")
 KEEP = (
     "vllm/models/deepseek_v4/",
     "vllm/models/deepseek_v41/",
+    "vllm/model_executor/custom_op.py",
     "vllm/model_executor/kernels/mhc/",
+    "vllm/model_executor/layers/quantization/base_config.py",
+    "vllm/model_executor/layers/vocab_parallel_embedding.py",
     "vllm/model_executor/model_loader/",
+    "vllm/model_executor/utils.py",
     "vllm/plugins/",
     "vllm/utils/deep_gemm.py",
     "vllm/v1/worker/gpu/spec_decode/",
@@ -30,7 +35,7 @@ def missing() -> str | None:
     """Fetch what is not cached yet; one sentence when that fails, None when all is there."""
     try:
         for version in VERSIONS:
-            if not (CACHE / version).is_dir():
+            if not _folder(version).is_dir():
                 _fetch(version)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired, OSError) as error:
         said = getattr(error, "stderr", None) or str(error)
@@ -43,7 +48,12 @@ def missing() -> str | None:
 
 def package(version: str) -> Path:
     """The folder `vllm` of a release."""
-    return CACHE / version / "vllm"
+    return _folder(version) / "vllm"
+
+
+def _folder(version: str) -> Path:
+    """Where a release is cached; another selection of files is another folder."""
+    return CACHE / f"{version}-{zlib.crc32(repr(KEEP).encode()):08x}"
 
 
 def _fetch(version: str) -> None:
@@ -60,4 +70,4 @@ def _fetch(version: str) -> None:
             names = [n for n in archive.namelist() if n.endswith(".py") and n.startswith(KEEP)]
             archive.extractall(tree, names)
         # the last step, so that an interrupted fetch leaves nothing that looks complete
-        shutil.move(tree, CACHE / version)
+        shutil.move(tree, _folder(version))
