@@ -170,7 +170,8 @@ class FirstPre:
                 said.append(f"{name} accepted, error {error:.2f} of its bound")
         self.kernels, self._said, self.look_up = tuple(accepted), said, None
         if self.choice in WITH_TABLE and self.match.no_table is not None:
-            said.append(f"table refused: {self.match.no_table}")
+            if self.choice == "table" or not self.match.delayed:
+                said.append(f"table refused: {self.match.no_table}")
         elif self.choice in WITH_TABLE and "fused" in accepted:  # whose kernel makes the table's rows
             assert self.weight is not None
             self.look_up = LookUp(self.draft, self._config, self.weight.tensor)

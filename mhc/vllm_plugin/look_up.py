@@ -69,7 +69,7 @@ class LookUp:
         """Look at the embedding in use, make the table and check it, or say why there is none."""
         self._module, self._weight = self.embedding, getattr(self.embedding, "weight", None)
         self.table = None
-        why = obstacle(self.draft, self.config.hidden_size, self.folded.device)
+        why = self._obstacle()
         if why is not None:
             self.said = f"table refused: {why}"
             return
@@ -85,8 +85,12 @@ class LookUp:
             self.said = f"table accepted, error {error:.2f} of its bound"
 
     def refresh(self) -> None:
-        """Compute the table again, in place; an embedding in the middle of a reload waits for its end."""
-        if self.table is not None and self.is_decided() and not self.embedding.weight.is_meta:
+        """Compute the table again, in place.
+
+        An embedding in the middle of a reload, on the meta device, waits for its end; another one for the next forward.
+        """
+        if self.table is not None and self.embedding is self._module and self._obstacle() is None:
+            self._weight = self.embedding.weight  # a reload may have bound a new parameter
             self._make()
 
     def refresh_if_stale(self) -> None:
@@ -110,6 +114,9 @@ class LookUp:
     @property
     def _layer(self) -> Any:
         return self.draft.layers[0]  # type: ignore[index]
+
+    def _obstacle(self) -> str | None:
+        return obstacle(self.draft, self.config.hidden_size, self.folded.device)
 
     def _make(self) -> None:
         weight = self.embedding.weight

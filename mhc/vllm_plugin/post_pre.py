@@ -31,11 +31,15 @@ class PostPre:
 
     Args:
         original: vLLM's op.
+
+    Attributes:
+        calls: how often Python ran each kernel (a captured CUDA graph replays without Python).
     """
 
     def __init__(self, original: Callable[..., Any]) -> None:
         self.original = original
         self.verdicts: dict[MHCConfig, bool] = {}
+        self.calls = dict.fromkeys(CHOICES, 0)
         functools.update_wrapper(self, original)
 
     def __call__(
@@ -60,9 +64,11 @@ class PostPre:
             except ValueError:
                 config = None
             if config is not None and self._ours(config, fn, scale, base, norm_weight):
+                self.calls["ours"] += 1
                 out = mhc.post_pre(*mixes, norm_weight, config)
                 assert out.comb is not None
                 return out.residual, out.post, out.comb, out.layer_input
+        self.calls["vllm"] += 1
         return self.original(*mixes, *constants, norm_weight=norm_weight, norm_eps=norm_eps, **named)
 
     def _ours(self, config: MHCConfig, fn: Tensor, scale: Tensor, base: Tensor, norm_weight: Tensor) -> bool:

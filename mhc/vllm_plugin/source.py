@@ -228,10 +228,8 @@ def _look_up(tree: ast.Module, forward: ast.FunctionDef) -> ast.Assign:
     name = _embeddings(expansion)
     wanted = f"if {name} is None:\n    {name} = self.embed_input_ids(input_ids)"
     found = [statement for statement in forward.body if ast.unparse(statement) == wanted]
-    if len(found) != 1 or forward.body.index(found[0]) > forward.body.index(expansion):
-        raise Mismatch(
-            f"{len(found)} look-ups of input_ids in {DRAFT_CLASS}.forward, expected one, before the expansion"
-        )
+    if len(found) != 1:
+        raise Mismatch(f"{len(found)} look-ups of input_ids in {DRAFT_CLASS}.forward, expected one")
     for statement in forward.body:
         sharding = isinstance(statement, ast.If) and ast.unparse(statement.test) == "self.use_sequence_parallel"
         if statement not in (found[0], expansion) and not sharding and _reads(statement, name):

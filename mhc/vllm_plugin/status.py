@@ -43,7 +43,15 @@ def line(package: Path, model: str) -> tuple[bool, str]:
         match = examine(*sources)
     except Mismatch as error:
         return False, f"{model}: left alone, {error}"
-    kernel = "vLLM's kernel only (its pre is delayed)" if match.delayed else "vLLM's kernel or ours"
+    if match.delayed:
+        kernel = "vLLM's kernel only (its pre is delayed)"
+    elif match.no_table is not None:
+        kernel = f"our kernel or vLLM's; no token table, {match.no_table}"
+    else:
+        kernel = (
+            "a token table, our kernel or vLLM's. The table needs a whole bf16 embedding: "
+            "whether this model's is one (not sharded, not quantised) shows when it is loaded"
+        )
     return True, (
         f"{model}: would be patched. {DRAFT_CLASS}.forward, line {match.line}: `{match.statement}` is kept from "
         f"running, the first layer takes its own branch for 2-D embeddings; first pre by {kernel}"

@@ -17,18 +17,13 @@ import pytest
 import torch
 import vllm_models
 from torch import nn
-from vllm_models import LOADER, fill, hook, layer, run, vllm_config
+from vllm_models import LOADER, fill, hook, layer, run, same, vllm_config
 
 import mhc.vllm_plugin as plugin
 from mhc import reference
 from mhc.vllm_plugin import after_import, first_pre
 from mhc.vllm_plugin.first_pre import STATE
-from mhc.vllm_plugin.source import WEIGHT
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Equal up to the roundings of bf16 layers behind a sum in another order."""
-    torch.testing.assert_close(a.float(), b.float(), rtol=2**-6, atol=2**-6)
+from mhc.vllm_plugin.source import LOOK_UP, WEIGHT
 
 
 def test_first_layer_takes_the_2d_path_with_the_same_output(vllm: SimpleNamespace) -> None:
@@ -43,7 +38,7 @@ def test_first_layer_takes_the_2d_path_with_the_same_output(vllm: SimpleNamespac
     if vllm.delayed:
         assert vllm.ops.first == {"broadcast": 1}
     else:
-        assert state.calls == {"vllm": 0, "fused": 1}
+        assert state.calls == {"vllm": 0, "fused": 0, "table": 1}
     same(out, unpatched)
 
 
@@ -96,6 +91,22 @@ def test_the_end_of_a_layerwise_reload_derives(vllm: SimpleNamespace) -> None:
     torch.testing.assert_close(getattr(layer(model), WEIGHT), reference.fold(layer(model).hc_attn_fn, vllm_models.HC))
 
 
+@pytest.mark.parametrize("choice", ["auto", "table"])
+def test_a_delayed_pre_knows_no_table(vllm: SimpleNamespace, caplog: pytest.LogCaptureFixture, choice: str) -> None:
+    if not vllm.delayed:
+        return
+    with caplog.at_level(logging.INFO, "vllm.plugins.mhc"):
+        model = vllm.load(MHC_FIRST_PRE=choice)
+        hook(model)
+        vllm.ops.ran.clear()
+        run(model)
+    assert vllm.ops.first == {"broadcast": 1}
+    assert not hasattr(sys.modules[vllm.name], LOOK_UP)
+    said = caplog.records[-1].getMessage()
+    assert "mode vllm; " in said
+    assert ("table refused: its pre is delayed" in said) == (choice == "table")
+
+
 def test_a_change_behind_the_hooks_is_seen(vllm: SimpleNamespace) -> None:
     model = vllm.load()
     hook(model)
@@ -120,6 +131,7 @@ def test_the_derived_weight_is_in_no_checkpoint(vllm: SimpleNamespace) -> None:
     model = vllm.load()
     names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]} | set(model.state_dict())
     hook(model)
+    run(model)
     assert {n for n, _ in [*model.named_parameters(), *model.named_buffers()]} | set(model.state_dict()) == names
     assert not any("broadcast" in name for name in names)
 
@@ -134,27 +146,29 @@ def test_a_choice_of_kernel(vllm: SimpleNamespace, choice: str) -> None:
     assert vllm.ops.ran["broadcast"] == (1 if choice == "vllm" or vllm.delayed else 0)
 
 
-def test_auto_changes_kernel_by_the_number_of_tokens(vllm: SimpleNamespace) -> None:
+def test_auto_changes_kernel_by_the_number_of_embeddings(vllm: SimpleNamespace) -> None:
     model = vllm.load()
     hook(model)
     state = model.model.__dict__[STATE]
     for tokens in (first_pre.FUSED_MOST_TOKENS, first_pre.FUSED_MOST_TOKENS + 1):
-        run(model, tokens)
+        run(model, tokens, given=True)
     if not vllm.delayed:
-        assert state.calls == {"fused": 1, "vllm": 1}
+        assert state.calls == {"fused": 1, "vllm": 1, "table": 0}
 
 
-def test_no_tokens(vllm: SimpleNamespace) -> None:
-    model = vllm.load(MHC_FIRST_PRE="vllm")
+@pytest.mark.parametrize("choice", ["vllm", "fused", "table"])
+def test_no_tokens(vllm: SimpleNamespace, choice: str) -> None:
+    model = vllm.load(MHC_FIRST_PRE=choice)
     hook(model)
     if not vllm.delayed:
         assert run(model, 0).shape == (0, vllm_models.HIDDEN)
 
 
 def test_rows_are_computed_alone(vllm: SimpleNamespace) -> None:
-    """A NaN in a padding row, as sequence parallelism makes them, stays there."""
+    """A NaN in a row stays there."""
     model = vllm.load()
     hook(model)
+    run(model)
     with torch.no_grad():
         model.model.embed_tokens.weight[8] = torch.nan
     out = run(model)
@@ -189,8 +203,8 @@ def test_without_deepgemm_ours_runs_at_every_size(vllm: SimpleNamespace) -> None
     state.vllm_pre = absent
     hook(model)
     assert state.kernels == ("fused",)
-    run(model, 300)
-    assert state.calls == {"fused": 1, "vllm": 0}
+    run(model, 300, given=True)
+    assert state.calls == {"fused": 1, "vllm": 0, "table": 0}
 
 
 def test_a_wrong_fold_is_refused(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,8 @@ def test_post_pre_by_the_environment(vllm: SimpleNamespace) -> None:
     assert vllm.ops.ran["post_pre"] == 0
     op = getattr(importlib.import_module(type(layer(model)).__module__), "mhc_fused_post_pre_tilelang", None)
     assert isinstance(op, PostPre) != vllm.delayed
+    if isinstance(op, PostPre):
+        assert op.calls == {"vllm": 0, "ours": 5}
 
 
 @pytest.mark.parametrize("output", [*range(4), "comb not transposed"])
@@ -65,6 +68,8 @@ def test_a_wrong_post_pre_is_refused(
         run(model)
     assert any("ours is refused" in r.getMessage() for r in caplog.records)
     assert vllm.ops.ran["post_pre"] == 5
+    op: Any = vars(sys.modules[type(layer(model)).__module__])["mhc_fused_post_pre_tilelang"]
+    assert op.calls == {"vllm": 5, "ours": 0}
 
 
 def test_the_warm_ups_name_kernels_that_exist() -> None:

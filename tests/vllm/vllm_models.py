@@ -202,6 +202,8 @@ def prepare(module: ModuleType, ops: Ops) -> None:
     set_ranks(1)
     embeddings.tensor_model_parallel_all_reduce = lambda x: x  # type: ignore[attr-defined]
     embeddings.divide = lambda a, b: a // b  # type: ignore[attr-defined]
+    mask = embeddings.get_masked_input_and_mask  # compiled by a stub of a backend
+    embeddings.get_masked_input_and_mask = getattr(mask, "_torchdynamo_orig_callable", mask)  # type: ignore[attr-defined]
     module.default_weight_loader = lambda parameter, value: parameter.data.copy_(value)  # type: ignore[attr-defined]
     module.get_tensor_model_parallel_world_size = lambda: 1  # type: ignore[attr-defined]
     module.get_tensor_model_parallel_rank = lambda: 0  # type: ignore[attr-defined]
@@ -237,10 +239,44 @@ def fill(model: nn.Module, seed: int) -> None:
             parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
-def run(model: Any, tokens: int = 9) -> torch.Tensor:
-    ids = torch.arange(tokens) % VOCAB
+def run(model: Any, tokens: int = 9, given: bool = False) -> torch.Tensor:
+    """A draft forward on token ids, int32 as vLLM's input buffer, or with the embeddings given."""
+    ids = torch.arange(tokens, dtype=torch.int32) % VOCAB
     with torch.inference_mode():
-        return model(ids, ids)
+        return model(ids, ids, model.embed_input_ids(ids) if given else None)
+
+
+def target_of(model: Any) -> Any:
+    """The release's real target class with nothing in it but an embedding, other than the draft's."""
+    layers = importlib.import_module(type(layer(model)).__module__)
+    target = layers.DeepseekV4ForCausalLM.__new__(layers.DeepseekV4ForCausalLM)
+    nn.Module.__init__(target)
+    target.model = nn.Module()
+    own = model.model.embed_tokens
+    target.model.embed_tokens = type(own)(own.org_vocab_size, own.embedding_dim, params_dtype=torch.bfloat16)
+    target.model.finalize_mega_moe_weights = target.model.finalize_mhc_broadcast_weights = lambda: None
+    fill(target, 7)
+    return target
+
+
+def share(model: Any, target: Any) -> None:
+    """What the release's speculator does after it has loaded the draft."""
+    names = [f"{SPECULATOR}.{name}.utils" for name in ("dspark", "eagle")] + [LOADER]
+    for module in map(importlib.import_module, names):
+        module.get_model = lambda **_: model  # type: ignore[attr-defined]
+        module.get_pp_group = lambda: Config(world_size=1)  # type: ignore[attr-defined]
+    vocabulary = Config(get_vocab_size=lambda: VOCAB, hf_config=Config(draft_vocab_size=None, model_type="deepseek_v4"))
+    speculative = Config(draft_model_config=vocabulary, draft_parallel_config=Config(tensor_parallel_size=1))
+    importlib.import_module(names[0]).load_dspark_model(
+        target, Config(speculative_config=speculative, model_config=vocabulary)
+    )
+
+
+def same(a: Tensor, b: Tensor) -> None:
+    """Equal rows up to the roundings of bf16 layers behind a sum in another order."""
+    error = (a.float() - b.float()).abs().amax(-1) / b.float().abs().amax(-1)
+    assert a.shape == b.shape
+    assert not error.numel() or error.max() <= 2**-6
 
 
 def layer(model: Any) -> Any:
