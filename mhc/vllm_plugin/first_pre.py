@@ -14,13 +14,14 @@ from mhc import launch
 from mhc.config import MHCConfig
 from mhc.vllm_plugin import selfcheck
 from mhc.vllm_plugin.look_up import LookUp, takes, token_ids
-from mhc.vllm_plugin.selfcheck import Pre, Rejected
+from mhc.vllm_plugin.selfcheck import Pre
 from mhc.vllm_plugin.source import WEIGHT, Match
 
 logger = logging.getLogger("vllm.plugins.mhc")  # under vLLM's own logger, whose handlers then apply
 
 STATE = "mhc_first_pre"  # on the draft model and on the derived tensor
-# up to here the fused kernel is ahead of vLLM's two launches: read off the recorded H200 sweep of `pre_broadcast`
+# the most tokens at which the fused kernel is ahead of vLLM's two launches: to be read off the recorded H200 sweep of
+# `pre_broadcast`; this one is from a tuning run (notebooks/data/LOG.md)
 FUSED_MOST_TOKENS = 256
 CHOICES = ("auto", "vllm", "fused", "table")
 WITH_TABLE = ("auto", "table")
@@ -56,7 +57,7 @@ class FirstPre:
         self.look_up: LookUp | None = None
         self.calls = {"vllm": 0, "fused": 0, "table": 0}
         self.weight: mhc.BroadcastWeight | None = None
-        self._said: list[str] = []
+        self._said: dict[str, str] = {}
         self._checked_on: torch.device | None = None
         _alive.add(self)
 
@@ -115,13 +116,13 @@ class FirstPre:
 
     def embeddings(self, ids: Tensor) -> Tensor:
         """[T, H] the embeddings of token ids, looked up by vLLM, or a stand-in that `run` understands."""
-        if self.look_up is not None and self.is_active() and takes(ids, self.look_up.folded.device):
+        if self.is_active() and self.look_up is not None and takes(ids, self.look_up.folded.device):
             if not self._is_capturing():
                 if self.look_up.is_decided():
                     self.look_up.refresh_if_stale()
                 else:
-                    self.look_up.decide()
-                    self._log()
+                    self._said["table"] = self.look_up.decide()
+                    self._conclude()
             if self.look_up.table is not None and self.look_up.is_decided():
                 return self.look_up.stand_in(ids)
         return self.draft.embed_input_ids(ids)  # type: ignore[operator]
@@ -155,51 +156,49 @@ class FirstPre:
         return out.residual, out.post, out.comb, out.layer_input
 
     def _choose(self) -> None:
-        accepted, said = [], []
-        for name in self._candidates():
-            try:
-                self._config = self.config()
-                self._warm_up(name)
-                error = selfcheck.check(self._candidate(name), self.layer, self._config, self.match.delayed, name)
-            except Rejected as rejected:
-                said.append(f"{name} refused: {rejected}")
-            except Exception as failure:  # a kernel that this host cannot run must not stop the engine
-                said.append(f"{name} refused: {type(failure).__name__}: {failure}")
-            else:
-                accepted.append(name)
-                said.append(f"{name} accepted, error {error:.2f} of its bound")
-        self.kernels, self._said, self.look_up = tuple(accepted), said, None
-        if self.choice in WITH_TABLE and self.match.no_table is not None:
-            if self.choice == "table" or not self.match.delayed:
-                said.append(f"table refused: {self.match.no_table}")
-        elif self.choice in WITH_TABLE and "fused" in accepted:  # whose kernel makes the table's rows
-            assert self.weight is not None
-            self.look_up = LookUp(self.draft, self._config, self.weight.tensor)
-        if self.look_up is None:
-            self._log()  # else the first forward decides about the table, and then says all
+        """Check the kernels; about the table the first forward decides, when the draft has its final embedding."""
+        self.kernels, self._said, self.look_up = (), {}, None
+        self._try("vllm" if self.match.delayed or self.choice == "vllm" else "fused")
+        if self.choice in WITH_TABLE:
+            if self.match.no_table is None and self.kernels:  # the fused kernel makes a table's rows
+                assert self.weight is not None
+                self.look_up = LookUp(self.draft, self._config, self.weight.tensor)
+                return
+            if self.match.no_table is not None and (self.choice == "table" or not self.match.delayed):
+                self._said["table"] = f"table refused: {self.match.no_table}"
+        self._conclude()
 
-    def _log(self) -> None:
+    def _conclude(self) -> None:
+        """Without a table `auto` takes vLLM's kernel for many tokens; then one line says all."""
+        table = None if self.look_up is None else self.look_up.table
+        if self.choice == "auto" and table is None and not self.match.delayed and "vllm" not in self.kernels:
+            self._try("vllm")
         if len(self.kernels) == 2:
             mode = f"auto (fused up to {FUSED_MOST_TOKENS} tokens, vllm above)"
         else:
             mode = self.kernels[0] if self.kernels else "off, vLLM's unpatched path"
         assert self.weight is not None
-        said, size = list(self._said), f"derived weight {self.weight.tensor.nbytes} bytes"
-        if self.look_up is not None:
-            said.insert(0, self.look_up.said)
-            if self.look_up.table is not None:
-                mode = f"table (for rows without a token id {mode})"
-                size += f", token table {self.look_up.table.nbytes} bytes"
-        logger.info("mhc: DSpark's first pre: mode %s; %s; %s", mode, "; ".join(said), size)
+        size = f"derived weight {self.weight.tensor.nbytes} bytes"
+        if table is not None:
+            mode = f"table (rows without a token id: {mode})"
+            size += f", token table {table.nbytes} bytes"
+        logger.info("mhc: DSpark's first pre: mode %s; %s; %s", mode, "; ".join(self._said.values()), size)
+
+    def _try(self, name: str) -> None:
+        """Warm a kernel up, check it, and take it if it passes."""
+
+        def attempt() -> float:
+            self._config = self.config()
+            self._warm_up(name)
+            return selfcheck.check(self._candidate(name), self.layer, self._config, self.match.delayed, name)
+
+        accepted, self._said[name] = selfcheck.verdict(name, attempt)
+        if accepted:
+            self.kernels = (*self.kernels, name)
 
     def _is_capturing(self) -> bool:
         assert self.weight is not None
         return self.weight.tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-    def _candidates(self) -> tuple[str, ...]:
-        if self.match.delayed:
-            return ("vllm",)
-        return {"auto": ("fused", "vllm"), "table": ("fused",)}.get(self.choice, (self.choice,))
 
     def _candidate(self, name: str) -> Any:
         layer = self.layer

@@ -42,7 +42,6 @@ class LookUp:
 
     Attributes:
         table: None before the first forward and where the embedding or the self-check refused it.
-        said: the decision, for the log.
     """
 
     def __init__(self, draft: nn.Module, config: MHCConfig, folded: Tensor) -> None:
@@ -50,8 +49,7 @@ class LookUp:
         self.config = config
         self.folded = folded
         self.table: mhc.TokenTable | None = None
-        self.said = ""
-        self._module: nn.Module | None = None
+        self._module: Any = None  # and its weight, as `decide` saw them
         self._weight: Tensor | None = None
         self._storage: mhc.TokenTable | None = None  # outlives a refusal: captured graphs may hold its addresses
 
@@ -65,24 +63,14 @@ class LookUp:
         module = self.embedding
         return module is self._module and getattr(module, "weight", None) is self._weight
 
-    def decide(self) -> None:
-        """Look at the embedding in use, make the table and check it, or say why there is none."""
+    def decide(self) -> str:
+        """Look at the embedding in use, make the table and check it; what came of it, for the log."""
         self._module, self._weight = self.embedding, getattr(self.embedding, "weight", None)
         self.table = None
-        why = self._obstacle()
-        if why is not None:
-            self.said = f"table refused: {why}"
-            return
-        try:
-            self._make()
-            error = selfcheck.check(self._pre, self._layer, self.config, False, "table", self._random_tokens)
-        except Rejected as rejected:
-            self.said = f"table refused: {rejected}"
-        except Exception as failure:  # a kernel that this host cannot run must not stop the engine
-            self.said = f"table refused: {type(failure).__name__}: {failure}"
-        else:
+        accepted, said = selfcheck.verdict("table", self._checked)
+        if accepted:
             self.table = self._storage
-            self.said = f"table accepted, error {error:.2f} of its bound"
+        return said
 
     def refresh(self) -> None:
         """Compute the table again, in place.
@@ -117,6 +105,18 @@ class LookUp:
 
     def _obstacle(self) -> str | None:
         return obstacle(self.draft, self.config.hidden_size, self.folded.device)
+
+    def _checked(self) -> float:
+        """The error of a freshly made table as a share of its bound.
+
+        Raises:
+            Rejected: it is above 1, or the embedding is unsuitable.
+        """
+        why = self._obstacle()
+        if why is not None:
+            raise Rejected(why)
+        self._make()
+        return selfcheck.check(self._pre, self._layer, self.config, False, "table", self._random_tokens)
 
     def _make(self) -> None:
         weight = self.embedding.weight

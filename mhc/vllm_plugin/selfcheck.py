@@ -73,6 +73,22 @@ def check(
     return worst
 
 
+def verdict(kernel: str, attempt: Callable[[], float]) -> tuple[bool, str]:
+    """Whether a kernel passes its check, and the words for the log.
+
+    Args:
+        kernel: its name.
+        attempt: returns its error as a share of the bound, or raises.
+    """
+    try:
+        error = attempt()
+    except Rejected as rejected:
+        return False, f"{kernel} refused: {rejected}"
+    except Exception as failure:  # a kernel that this host cannot run must not stop the engine
+        return False, f"{kernel} refused: {type(failure).__name__}: {failure}"
+    return True, f"{kernel} accepted, error {error:.2f} of its bound"
+
+
 def compare(
     got: tuple[Tensor, Tensor, Tensor],
     wanted: tuple[Tensor, Tensor, Tensor],

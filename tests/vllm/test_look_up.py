@@ -1,4 +1,4 @@
-"""The token table in real vLLM classes: which embeddings it takes, when it is made, and how it follows a refit."""
+"""The first pre from a token table in real vLLM classes: which forwards and which embeddings take it."""
 
 from __future__ import annotations
 
@@ -11,55 +11,20 @@ from typing import Any
 import pytest
 import torch
 import vllm_models
-import vllm_wheels
+from look_up_tools import FUSED, TABLE, V4, lines, loaded, state_of
 from torch import Tensor, nn
-from vllm_models import EMBEDDING, LOADER, VOCAB, fill, hook, layer, run, same, set_ranks, share, target_of
+from vllm_models import EMBEDDING, VOCAB, fill, hook, quantise, run, same, set_ranks, target_of
 
 import mhc
 from mhc.vllm_plugin import first_pre, look_up
-from mhc.vllm_plugin.first_pre import STATE
-from mhc.vllm_plugin.source import LOOK_UP, WEIGHT
-
-PADDED = 64  # rows of vLLM's embedding for a vocabulary of 32
-FUSED, TABLE = {"vllm": 0, "fused": 1, "table": 0}, {"vllm": 0, "fused": 0, "table": 1}
+from mhc.vllm_plugin.selfcheck import TOKENS
+from mhc.vllm_plugin.source import LOOK_UP
 
 
-@pytest.fixture(params=[(version, "deepseek_v4") for version in vllm_wheels.VERSIONS], ids="-".join)
+@pytest.fixture(params=V4, ids="-".join)
 def release(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """V4 alone: V4.1's pre is delayed."""
+    """V4 alone."""
     return request.param
-
-
-def state_of(model: Any) -> Any:
-    return model.model.__dict__[STATE]
-
-
-def loaded(vllm: SimpleNamespace, choice: str = "table") -> Any:
-    """A draft at the end of its load, which shares no embedding yet."""
-    model = vllm.load(MHC_FIRST_PRE=choice)
-    hook(model)
-    return model
-
-
-def rebuilt(model: Any) -> mhc.TokenTable:
-    """What the table has to be for the weights that the draft uses now."""
-    first = layer(model)
-    return mhc.TokenTable.build(
-        model.model.embed_tokens.weight,
-        mhc.fold(first.hc_attn_fn, vllm_models.HC),
-        first.hc_attn_scale,
-        first.hc_attn_base,
-        state_of(model).config(),
-    )
-
-
-def assert_fresh(model: Any) -> None:
-    for got, want in zip(state_of(model).look_up.table.tensors, rebuilt(model).tensors, strict=True):
-        assert torch.equal(got, want)
-
-
-def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if "first pre" in r.getMessage()]
 
 
 # ---- which forwards take it ----
@@ -156,8 +121,7 @@ class Quantised:
     reason = "quantised (Fp8EmbeddingMethod)"
 
     def apply(self, model: Any) -> None:
-        unquantised = model.model.embed_tokens.quant_method
-        model.model.embed_tokens.quant_method = type("Fp8EmbeddingMethod", (type(unquantised),), {})()
+        quantise(model)
 
 
 class OtherDtype:
@@ -233,171 +197,16 @@ def test_sharded_rows_fall_back_to_fused(vllm: SimpleNamespace, caplog: pytest.L
     assert state_of(model).calls == FUSED
 
 
-# ---- when it is made ----
-
-
-def test_it_is_made_of_the_embedding_shared_after_the_load(vllm: SimpleNamespace) -> None:
-    model = loaded(vllm)
-    own, target = model.model.embed_tokens, target_of(model)
-    share(model, target)
-    assert model.model.embed_tokens is target.model.embed_tokens
-    assert not torch.equal(own.weight, target.model.embed_tokens.weight)
+@pytest.mark.parametrize("suits", [True, False])
+def test_auto_needs_vllms_kernel_only_without_a_table(vllm: SimpleNamespace, suits: bool) -> None:
+    """Each of its variants is compiled and checked for nothing else."""
+    model = vllm.load()
+    if not suits:
+        quantise(model)
+    hook(model)
     run(model)
-    assert state_of(model).calls == TABLE
-    assert_fresh(model)
-
-
-def test_an_embedding_shared_late_is_seen(vllm: SimpleNamespace) -> None:
-    """Even behind a first forward; the table keeps its address."""
-    model = loaded(vllm)
-    run(model)
-    addresses = [t.data_ptr() for t in state_of(model).look_up.table.tensors]
-    share(model, target_of(model))
-    run(model)
-    assert state_of(model).calls == {**TABLE, "table": 2}
-    assert [t.data_ptr() for t in state_of(model).look_up.table.tensors] == addresses
-    assert_fresh(model)
-
-
-def test_nothing_is_made_while_a_graph_is_captured(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = loaded(vllm)
-    state = state_of(model)
-    with monkeypatch.context() as capture:
-        capture.setattr(type(state), "_is_capturing", lambda _: True)
-        run(model)
-    assert state.look_up.table is None
-    assert state.calls == FUSED
-    run(model)
-    with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(-3)
-    before = [t.clone() for t in state.look_up.table.tensors]
-    with monkeypatch.context() as capture:
-        capture.setattr(type(state), "_is_capturing", lambda _: True)
-        run(model)
-    assert state.calls == {**FUSED, "table": 2}
-    assert all(torch.equal(a, b) for a, b in zip(before, state.look_up.table.tensors, strict=True))
-
-
-def test_one_line_says_all(vllm: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "vllm.plugins.mhc"):
-        model = loaded(vllm)
-        run(model)
-        run(model)
-    (line,) = lines(caplog)
-    assert "mode table (for rows without a token id fused); table accepted, error " in line
-    assert "fused accepted" in line
-    assert line.endswith(f"token table {PADDED * 88} bytes")
-
-
-# ---- how it follows a refit: no forward runs in between, as with captured graphs ----
-
-
-@pytest.fixture
-def served(vllm: SimpleNamespace) -> Any:
-    """Draft and target, shared and run once; checks that every address of the table is kept."""
-    model = loaded(vllm)
-    target = target_of(model)
-    share(model, target)
-    run(model)
-    table = state_of(model).look_up.table
-    addresses = [t.data_ptr() for t in table.tensors]
-    yield SimpleNamespace(model=model, target=target)
-    assert state_of(model).look_up.table is table
-    assert [t.data_ptr() for t in table.tensors] == addresses
-
-
-class Loader:
-    """Stands in for vLLM's: it hands each weight to its parameter's own loader."""
-
-    def __init__(self, model: Any, **_: Any) -> None:
-        self.parameters = dict(model.named_parameters())
-
-    def load_weights(self, weights: Any, mapper: Any) -> set[str]:
-        weights = dict(weights)
-        for name, value in weights.items():
-            self.parameters[name].weight_loader(self.parameters[name], value)
-        return set(weights)
-
-
-def test_a_refit_of_the_targets_embedding(served: Any) -> None:
-    sys.modules[type(served.target).__module__].AutoWeightsLoader = Loader  # type: ignore[attr-defined]
-    new = torch.randn(VOCAB, vllm_models.HIDDEN).bfloat16()
-    loaded = served.target.load_weights([("model.embed_tokens.weight", new)])
-    assert loaded == {"model.embed_tokens.weight"}
-    assert torch.equal(served.model.model.embed_tokens.weight[:VOCAB], new)
-    assert_fresh(served.model)
-
-
-def test_a_refit_of_something_else_costs_nothing(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = SimpleNamespace(load_weights=lambda *_, **__: {"model.layers.0.attn_norm.weight"})
-    sys.modules[type(served.target).__module__].AutoWeightsLoader = lambda *_, **__: loader  # type: ignore[attr-defined]
-    made: list[Any] = []
-    monkeypatch.setattr(mhc.TokenTable, "refresh", lambda *_: made.append(0))
-    served.target.load_weights([])
-    assert made == []
-
-
-@pytest.mark.parametrize("name", ["fn", "scale", "base"])
-def test_a_refit_of_the_draft(served: Any, name: str) -> None:
-    value = torch.randn_like(getattr(layer(served.model), f"hc_attn_{name}"))
-    served.model.load_weights([(f"mtp.0.hc_attn_{name}", value)])
-    assert torch.equal(getattr(layer(served.model), f"hc_attn_{name}"), value)
-    assert_fresh(served.model)
-
-
-def test_the_end_of_a_layerwise_reload(served: Any) -> None:
-    fill(served.target, 8)
-    importlib.import_module(f"{LOADER}.reload").finalize_layerwise_reload(nn.Module(), None)
-    assert_fresh(served.model)
-
-
-def test_a_layerwise_reload_of_the_target(served: Any) -> None:
-    """The release's own: parameters move to meta, are loaded and copied back."""
-    reload = importlib.import_module(f"{LOADER}.reload")
-    sys.modules[type(served.target).__module__].AutoWeightsLoader = Loader  # type: ignore[attr-defined]
-    reload.record_metadata_for_reloading(served.target)
-    reload.initialize_layerwise_reload(served.target)
-    assert served.model.model.embed_tokens.weight.is_meta
-    served.model.load_weights([])
-    new = torch.randn(VOCAB, vllm_models.HIDDEN).bfloat16()
-    served.target.load_weights([("model.embed_tokens.weight", new)])
-    reload.finalize_layerwise_reload(served.target, None)
-    assert torch.equal(served.model.model.embed_tokens.weight[:VOCAB], new)
-    assert_fresh(served.model)
-
-
-def test_the_end_of_any_load(served: Any) -> None:
-    fill(served.target, 8)
-    hook(served.target)
-    assert_fresh(served.model)
-
-
-def test_refresh_all(served: Any) -> None:
-    fill(served.target, 8)
-    first_pre.refresh_all()
-    assert_fresh(served.model)
-
-
-def test_an_embedding_on_meta_waits_for_the_end_of_its_reload(served: Any) -> None:
-    module = served.model.model.embed_tokens
-    kept = module.weight
-    module.weight = nn.Parameter(torch.empty_like(kept, device="meta"), requires_grad=False)
-    served.model.load_weights([])
-    module.weight = kept
-    fill(served.target, 8)
-    first_pre.refresh_all()
-    assert_fresh(served.model)
-
-
-@pytest.mark.parametrize("name", ["fn", "scale", "base", "embedding"])
-def test_a_change_behind_the_hooks_is_seen(served: Any, name: str) -> None:
-    first = layer(served.model)
-    tensor = served.model.model.embed_tokens.weight if name == "embedding" else getattr(first, f"hc_attn_{name}")
-    with torch.no_grad():
-        tensor.mul_(2)
-    run(served.model)
-    assert_fresh(served.model)
-    torch.testing.assert_close(getattr(first, WEIGHT), mhc.fold(first.hc_attn_fn, vllm_models.HC))
+    assert vllm.ops.ran["broadcast"] == (0 if suits else len(TOKENS))
+    assert state_of(model).kernels == (("fused",) if suits else ("fused", "vllm"))
 
 
 # ---- what refuses it ----
@@ -419,7 +228,8 @@ def test_a_wrong_gather_is_refused(
     with caplog.at_level(logging.INFO, "vllm.plugins.mhc"):
         run(model)
     (line,) = lines(caplog)
-    assert "mode fused; table refused: " in line
+    assert "mode fused; fused accepted, " in line
+    assert "; table refused: " in line
     assert "token table" not in line
     assert state_of(model).calls == FUSED
 

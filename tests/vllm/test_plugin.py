@@ -17,7 +17,7 @@ import pytest
 import torch
 import vllm_models
 from torch import nn
-from vllm_models import LOADER, fill, hook, layer, run, same, vllm_config
+from vllm_models import LOADER, fill, hook, layer, quantise, run, same, vllm_config
 
 import mhc.vllm_plugin as plugin
 from mhc import reference
@@ -148,8 +148,11 @@ def test_a_choice_of_kernel(vllm: SimpleNamespace, choice: str) -> None:
 
 def test_auto_changes_kernel_by_the_number_of_embeddings(vllm: SimpleNamespace) -> None:
     model = vllm.load()
+    quantise(model)
     hook(model)
+    run(model)  # which refuses the table
     state = model.model.__dict__[STATE]
+    state.calls.update(fused=0)
     for tokens in (first_pre.FUSED_MOST_TOKENS, first_pre.FUSED_MOST_TOKENS + 1):
         run(model, tokens, given=True)
     if not vllm.delayed:
@@ -201,9 +204,10 @@ def test_without_deepgemm_ours_runs_at_every_size(vllm: SimpleNamespace) -> None
 
     state = model.model.__dict__[STATE]
     state.vllm_pre = absent
+    quantise(model)  # there is no table
     hook(model)
+    run(model, 300)
     assert state.kernels == ("fused",)
-    run(model, 300, given=True)
     assert state.calls == {"fused": 1, "vllm": 0, "table": 0}
 
 
