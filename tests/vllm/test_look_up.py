@@ -258,14 +258,23 @@ def test_a_table_of_other_weights_is_refused(vllm: SimpleNamespace, monkeypatch:
     assert state_of(model).look_up.table is None
 
 
-def test_no_table_where_the_fused_kernel_is_refused(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = vllm.load(MHC_FIRST_PRE="table")
+@pytest.mark.parametrize(("choice", "mode"), [("table", "off, vLLM's unpatched path"), ("auto", "vllm")])
+def test_no_table_where_the_fused_kernel_is_refused(
+    vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, choice: str, mode: str
+) -> None:
+    def absent(*_: Any) -> None:
+        raise RuntimeError("no such GPU")
+
+    model = vllm.load(MHC_FIRST_PRE=choice)
     unpatched = run(model)
-    monkeypatch.setattr(first_pre.FirstPre, "fused", lambda *_: (_ for _ in ()).throw(RuntimeError("no such GPU")))
-    hook(model)
-    vllm.ops.ran.clear()
-    assert torch.equal(run(model), unpatched)
-    assert vllm.ops.first == {"repeat": 1}
+    monkeypatch.setattr(first_pre.FirstPre, "fused", absent)
+    with caplog.at_level(logging.INFO, "vllm.plugins.mhc"):
+        hook(model)
+        vllm.ops.ran.clear()
+        same(run(model), unpatched)
+    (line,) = lines(caplog)
+    assert f"mode {mode}; fused refused: RuntimeError: no such GPU" in line
+    assert vllm.ops.first == {"repeat" if choice == "table" else "broadcast": 1}
 
 
 def test_the_names_of_vllms_classes(vllm: SimpleNamespace) -> None:

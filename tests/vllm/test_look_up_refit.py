@@ -185,6 +185,18 @@ def test_an_embedding_on_meta_waits_for_the_end_of_its_reload(served: Any) -> No
     assert_fresh(served.model)
 
 
+def test_another_embedding_waits_for_the_next_forward(served: Any) -> None:
+    """Captured graphs still read the old one, and the table's rows have to stay those of it."""
+    before = [t.clone() for t in state_of(served.model).look_up.table.tensors]
+    other = target_of(served.model)
+    fill(other, 9)
+    served.model.model.embed_tokens = other.model.embed_tokens
+    served.model.load_weights([])
+    assert all(torch.equal(a, b) for a, b in zip(before, state_of(served.model).look_up.table.tensors, strict=True))
+    run(served.model)
+    assert_fresh(served.model)
+
+
 @pytest.mark.parametrize("name", ["fn", "scale", "base", "embedding"])
 def test_a_change_behind_the_hooks_is_seen(served: Any, name: str) -> None:
     first = layer(served.model)
