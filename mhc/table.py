@@ -70,8 +70,9 @@ class TokenTable:
                 cuda.table_rows(embedding, fn_broadcast, scale, base, self.config, self.tensors)
             else:
                 torch.ops.mhc.table_rows(embedding, *self.weights, *self.tensors, self.config.constants())
-        self._sources = (embedding, *self.weights)
-        self._seen = [state_of(source) for source in self._sources]
+        if not torch.compiler.is_compiling():  # there a table lives for one call, and counters cannot be traced
+            self._sources = (embedding, *self.weights)
+            self._seen = [state_of(source) for source in self._sources]
 
     def is_stale(self, embedding: Tensor, fn_broadcast: Tensor, scale: Tensor, base: Tensor) -> bool:
         """Whether these are not the tensors of the last refresh, or changed since; as `BroadcastWeight.is_stale`."""
