@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -256,6 +257,23 @@ def test_a_table_of_other_weights_is_refused(vllm: SimpleNamespace, monkeypatch:
     monkeypatch.setattr(mhc.TokenTable, "refresh", lambda table, e, fn, s, b: right(table, e, 1.05 * fn, s, b))
     run(model)
     assert state_of(model).look_up.table is None
+
+
+def test_a_source_that_allows_no_table_still_loses_its_repeat(
+    vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import mhc.vllm_plugin.patch as patching
+
+    old, new = "self.embed_tokens(input_ids)", "self.embed_tokens(input_ids) * 1"
+    monkeypatch.setattr(patching.inspect, "getsource", lambda m: Path(m.__file__).read_text().replace(old, new))
+    with caplog.at_level(logging.INFO, "vllm.plugins.mhc"):
+        model = loaded(vllm)
+        run(model)
+    (line,) = lines(caplog)
+    assert "mode fused; " in line
+    assert "table refused: DSparkDeepseekV4Model.embed_input_ids is more than self.embed_tokens(input_ids)" in line
+    assert state_of(model).calls == FUSED
+    assert not hasattr(sys.modules[vllm.name], LOOK_UP)
 
 
 @pytest.mark.parametrize(("choice", "mode"), [("table", "off, vLLM's unpatched path"), ("auto", "vllm")])
