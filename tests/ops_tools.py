@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -77,8 +78,8 @@ def every_kernel_call(p: Problem, fn_broadcast: Tensor, table: TokenTable) -> No
         mhc.pre(p.residual, p.fn, *rest)
         mhc.post_pre(p.output, p.residual, p.post, p.comb, p.fn, *rest)
         mhc.post_pre(p.output, p.x, post, None, p.fn, *rest)
-        for collapse in (False, True):
-            mhc.pre_from_table(p.ids, p.embedding, table, norm_weight, p.config, collapse=collapse)
+        for ids, collapse in itertools.product((p.ids, p.ids.int()), (False, True)):
+            mhc.pre_from_table(ids, p.embedding, table, norm_weight, p.config, collapse=collapse)
     mhc.post(p.output, p.residual, p.post, p.comb)
     mhc.post(p.output, p.x, post, None)
     mhc.head(p.residual, p.head_fn, p.head_scale, p.head_base, p.config)
