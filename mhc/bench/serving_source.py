@@ -5,7 +5,6 @@ The source is the installed vLLM's; without one it is `EXCERPT`, the least that 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -108,8 +107,7 @@ def run_forward(source: Source, patched: bool, tokens: int, config: MHCConfig, s
         "hc_head_fused_kernel_tilelang": lambda streams, *_: streams.float().mean(1),
     }
     # with a token table the look-up would be ours as well: not part of this
-    options = {"table": False} if "table" in inspect.signature(transformed).parameters else {}
-    exec(transformed(source.draft, "dspark.py", **options), names)
+    exec(transformed(source.draft, "dspark.py", table=False), names)
     forward: Callable[..., Tensor] = names["forward"]
     result = forward(draft, torch.randint(512, (tokens,), generator=generator), torch.arange(tokens))
     return seen[0]._replace(hidden=result)

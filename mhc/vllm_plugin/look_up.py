@@ -83,7 +83,7 @@ class LookUp:
 
     def refresh_if_stale(self) -> None:
         """Notice what changed behind the hooks."""
-        if self.table is not None and self.table.is_stale():
+        if self.table is not None and self.table.is_stale(*self._sources()):
             self.refresh()
 
     def stand_in(self, ids: Tensor) -> Tensor:
@@ -118,13 +118,16 @@ class LookUp:
         self._make()
         return selfcheck.check(self._pre, self._layer, self.config, False, "table", self._random_tokens)
 
+    def _sources(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the table is made of: embedding, derived weight, scale, base."""
+        return self.embedding.weight, self.folded, self._layer.hc_attn_scale, self._layer.hc_attn_base
+
     def _make(self) -> None:
-        weight = self.embedding.weight
-        made_of = (weight, self.folded, self._layer.hc_attn_scale, self._layer.hc_attn_base)
-        if self._storage is not None and self._storage.post.shape[0] == weight.shape[0]:
-            self._storage.refresh(*made_of)
+        sources = self._sources()
+        if self._storage is not None and self._storage.post.shape[0] == sources[0].shape[0]:
+            self._storage.refresh(*sources)
         else:
-            self._storage = mhc.TokenTable.build(*made_of, self.config)
+            self._storage = mhc.TokenTable.build(*sources, self.config)
 
     def _pre(self, ids: Tensor) -> Pre:
         return self.pre(ids, self._layer.attn_norm.weight.data)
