@@ -31,9 +31,9 @@ def serving_records(folder: str | Path) -> list[Record]:
     return [records.load(path) for path in records.find(folder, "serving")]
 
 
-def newest(found: list[Record], *, tp: int, op: str) -> Record | None:
-    """The newest record of `tp` GPUs with measured points of `op`; None where there is none."""
-    return next((r for r in reversed(found) if len(rows(r.points, op=op, tp=tp))), None)
+def newest(found: list[Record], *, tp: int, op: str, **where: Any) -> Record | None:
+    """The newest record of `tp` GPUs with measured points of `op` whose columns equal `where`, or None."""
+    return next((r for r in reversed(found) if len(rows(r.points, op=op, tp=tp, **where))), None)
 
 
 def rows(points: pd.DataFrame, **where: Any) -> pd.DataFrame:
