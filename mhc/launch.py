@@ -31,13 +31,7 @@ class Variant(NamedTuple):
     clusters: int
 
 
-ONE_STREAM = (
-    Variant(15, 1, 15),
-    Variant(30, 2, 30),
-    Variant(45, 3, 30),
-    Variant(75, 5, 30),
-    Variant(float("inf"), 9, 30),
-)
+ONE_STREAM = (Variant(float("inf"), 16, 15),)
 MANY_STREAMS = (
     Variant(15, 1, 15),
     Variant(30, 2, 15),
@@ -51,10 +45,15 @@ PICKS_KEPT = 16384  # of (config, T): a pick costs a microsecond
 
 @functools.lru_cache(PICKS_KEPT)
 def one_stream(config: MHCConfig, tokens: int) -> Variant:
-    """The variant of a kernel on embeddings; many rows of `fn` a warp (hc > 4) leave registers for fewer tokens."""
-    most = max(1, 27 // -(-config.mix_rows // 8))
-    if config.hidden_size > 4096:
-        most = min(most, 8)  # `fn` no longer stays in registers, and a ninth token would spill
+    """The variant of a kernel on embeddings; shared memory holds fewer tokens of wide rows or many streams."""
+    rows, cols = config.mix_rows, config.hidden_size // 8
+    gates = -(-(2 * config.hc_mult + 1) // 4) * 4
+    warps = 16 if rows <= 24 else 8  # `kernels.split.warps_of`, without an import of TileLang
+    # 3 tiles of x, the warps' sums, 4 slots of exchanged sums on both sides
+    token_bytes = 6 * (cols + 16) + 4 * warps * (rows + 1) + 16 * (9 * gates + 3 * config.hc_mult**2)
+    most = next((tile for tile in (16, 8, 4, 2, 1) if max(tile, 8) * token_bytes <= 220_000), 0)
+    if not most:
+        raise ValueError(f"hidden_size must leave room for a tile in shared memory, got {config.hidden_size}")
     return _pick(ONE_STREAM, tokens, most)
 
 

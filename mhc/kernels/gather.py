@@ -62,7 +62,7 @@ def gather(config: MHCConfig, has_norm: bool, collapsed: bool, id_dtype: str):
                 for j in T.unroll(copies):
                     for e in T.vectorized(8):
                         residual[token, j, col + e] = xb[e]
-                scale_row(has_norm, xb, wb, factor[0], factor[1])
+                scale_row(has_norm, xb, wb, 0, factor[0], factor[1])
                 for e in T.vectorized(8):
                     layer_input[token, col + e] = xb[e]
             if block == 0 and tid < hc:

@@ -9,7 +9,7 @@ def sinkhorn(plan, c):
 
     Kept as `diag(u) K diag(v)` with the divisors `a = 1 / u`, `b = 1 / v`: the step `c /= rowsum(c) + eps` is
     `a_i = sum_j K_ij v_j + eps a_i`. Only the factors change, so no element is rounded more than once, and an
-    approximate reciprocal does no harm: the next step corrects it, and the last iteration divides exactly. Stops when
+    approximate reciprocal does no harm: the next step corrects it, and the last iteration's are exact. Stops when
     two iterations together changed no bit: then no later pair of them can.
     """
     hc = plan.config.hc_mult
@@ -29,12 +29,13 @@ def sinkhorn(plan, c):
             s[0] = T.max(s[0], c[i * hc + j + 1])
         for j in T.unroll(hc):
             c[i * hc + j] = T.exp(c[i * hc + j] - s[0])
-        s[0] = 0.0
+        a[i] = 0.0
         for j in T.unroll(hc):
-            s[0] += c[i * hc + j]
-        s[0] = 1.0 / s[0]
+            a[i] += c[i * hc + j]
+    invert(hc, True, a, u)
+    for i in T.unroll(hc):
         for j in T.unroll(hc):
-            c[i * hc + j] = c[i * hc + j] * s[0] + eps
+            c[i * hc + j] = c[i * hc + j] * u[i] + eps
         a[i] = 1.0
         u[i] = 1.0
     for j in T.unroll(hc):
@@ -42,7 +43,7 @@ def sinkhorn(plan, c):
         b[j] = eps
         for i in T.unroll(hc):
             b[j] += c[i * hc + j]
-        v[j] = 1.0 / b[j]
+    invert(hc, True, b, v)
     if iters > 2:
         if (iters - 2) % 2 == 1:
             step(hc, eps, False, c, a, b, u, v)
@@ -84,10 +85,15 @@ def step(hc, eps, exact, c, a, b, u, v):
 
 @T.macro
 def invert(hc, exact, a, u):
-    """u = 1 / a. Approximately, two share a reciprocal, `1 / (a0 a1)`: the unit that makes it is the bottleneck."""
+    """u = 1 / a. Approximately, two share a reciprocal, `1 / (a0 a1)`: the unit that makes it is the bottleneck.
+
+    `exact` is to the last bit or its neighbour: a step of Newton's, without the branches of a division.
+    """
     if exact:
         for i in T.unroll(hc):
-            u[i] = 1.0 / a[i]
+            u[i] = T.fast_rcp(a[i])
+        for i in T.unroll(hc):
+            u[i] = u[i] + u[i] * (1.0 - a[i] * u[i])
     else:
         for i in T.unroll(hc // 2):
             pair = T.fast_rcp(a[2 * i] * a[2 * i + 1])
