@@ -263,7 +263,7 @@ def multiply(a, a_at, b, acc):
 
 @T.macro
 def add_warps(plan, partial, gate_stage, mix_stage, slot, count, tid):
-    """gate_stage[slot, t] = pre rows, post rows and sum of squares, mix_stage[slot, owner] = comb rows, over all warps."""
+    """gate_stage[slot, t] = sums of pre, post and squares over all warps, mix_stage[slot, owner] = those of comb."""
     gates = 2 * plan.config.hc_mult
     value = T.alloc_local((1,), "float32")
     for i in T.unroll(T.ceildiv(plan.token_tiles * plan.sums * 8, plan.workers)):
