@@ -330,7 +330,7 @@ def finish_tile(
 
 @T.macro
 def scale_row(has_norm, xb, wb, w_at, p, rstd):
-    """xb = bf16(P * x), then bf16(that * rstd * weight) if normed: 8 columns of the layer input, weights from wb[w_at]."""
+    """xb = bf16(P * x), then bf16(that * rstd * weight) if normed: 8 columns of the layer input."""
     y = T.alloc_local((8,), "float32")
     w = T.alloc_local((8,), "float32")
     # casts of whole vectors become packed conversions, at four times the rate
