@@ -3,7 +3,7 @@
 import tilelang.language as T
 
 from mhc.config import MHCConfig
-from mhc.kernels.fused import scale_row
+from mhc.kernels.gates import scale_row
 
 
 def gather(config: MHCConfig, has_norm: bool, collapsed: bool, id_dtype: str):

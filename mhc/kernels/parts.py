@@ -121,6 +121,12 @@ def send(buffer, count, dst, src, arrived, rank):
 
 
 @T.macro
+def store_bulk(target, source, size):
+    """Copy `size` bytes from shared to global memory by the engine; `T.tma_store_arrive` ends a group of them."""
+    T.evaluate(tirx.call_intrin("handle", tirx.op.Op.get("tl.tma_store"), target, source, size, 0, 0))
+
+
+@T.macro
 def sync_workers():
     T.sync_threads(1, WORKERS)
 

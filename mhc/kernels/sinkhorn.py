@@ -2,6 +2,8 @@
 
 import tilelang.language as T
 
+CLOSE = 2.0**-6  # Newton's error is the fourth power of a divisor's relative change
+
 
 @T.macro
 def sinkhorn(plan, c):
@@ -9,8 +11,9 @@ def sinkhorn(plan, c):
 
     Kept as `diag(u) K diag(v)` with the divisors `a = 1 / u`, `b = 1 / v`: the step `c /= rowsum(c) + eps` is
     `a_i = sum_j K_ij v_j + eps a_i`. Only the factors change, so no element is rounded more than once, and an
-    approximate reciprocal does no harm: the next step corrects it, and the last iteration's are exact. Stops when
-    two iterations together changed no bit: then no later pair of them can.
+    approximate reciprocal does no harm: the next step corrects it, and the last iteration's are exact. A divisor is a
+    weighted mean, so its relative change never grows: once small, reciprocals follow by Newton's method from the last
+    ones, sooner than the unit for them answers. Stops when two iterations together changed no bit of a divisor.
     """
     hc = plan.config.hc_mult
     eps = plan.config.sinkhorn_eps
@@ -21,6 +24,7 @@ def sinkhorn(plan, c):
     v = T.alloc_local((hc,), "float32")
     old = T.alloc_local((2 * hc,), "float32")
     s = T.alloc_local((1,), "float32")
+    change = T.alloc_local((1,), "float32")
     moving = T.alloc_local((1,), "int32")
     for i in T.unroll(hc):
         # K = softmax(c, rows) + eps
@@ -32,7 +36,7 @@ def sinkhorn(plan, c):
         a[i] = 0.0
         for j in T.unroll(hc):
             a[i] += c[i * hc + j]
-    invert(hc, True, a, u)
+    invert(hc, "exactly", a, u)
     for i in T.unroll(hc):
         for j in T.unroll(hc):
             c[i * hc + j] = c[i * hc + j] * u[i] + eps
@@ -43,61 +47,88 @@ def sinkhorn(plan, c):
         b[j] = eps
         for i in T.unroll(hc):
             b[j] += c[i * hc + j]
-    invert(hc, True, b, v)
+    invert(hc, "exactly", b, v)
     if iters > 2:
         if (iters - 2) % 2 == 1:
-            step(hc, eps, False, c, a, b, u, v)
+            step(hc, eps, "in pairs", c, a, b, u, v, change)
+        change[0] = 1.0
         moving[0] = 1
         for _ in T.serial((iters - 2) // 2):
             if moving[0] != 0:
                 for i in T.unroll(hc):
                     old[i] = a[i]
                     old[hc + i] = b[i]
-                step(hc, eps, False, c, a, b, u, v)
-                step(hc, eps, False, c, a, b, u, v)
+                if change[0] > CLOSE:
+                    step(hc, eps, "in pairs", c, a, b, u, v, change)
+                    step(hc, eps, "in pairs", c, a, b, u, v, change)
+                else:
+                    step(hc, eps, "from the last", c, a, b, u, v, change)
+                    step(hc, eps, "from the last", c, a, b, u, v, change)
                 moving[0] = 0
                 for i in T.unroll(hc):
                     if old[i] != a[i] or old[hc + i] != b[i]:
                         moving[0] = 1
     if iters > 1:
-        step(hc, eps, True, c, a, b, u, v)
+        step(hc, eps, "exactly", c, a, b, u, v, change)
     for i in T.unroll(hc):
         for j in T.unroll(hc):
             c[i * hc + j] = u[i] * c[i * hc + j] * v[j]
 
 
 @T.macro
-def step(hc, eps, exact, c, a, b, u, v):
-    """One iteration: c /= rowsum(c) + eps; c /= colsum(c) + eps."""
+def step(hc, eps, how, c, a, b, u, v, change):
+    """One iteration: c /= rowsum(c) + eps; c /= colsum(c) + eps. change = the largest relative one of a divisor."""
+    change[0] = 0.0
     for i in T.unroll(hc):
         a[i] = eps * a[i]
     for j in T.unroll(hc):
         for i in T.unroll(hc):
             a[i] += c[i * hc + j] * v[j]
-    invert(hc, exact, a, u)
+    if how == "in pairs":
+        largest_change(hc, a, u, change)
+    invert(hc, how, a, u)
     for j in T.unroll(hc):
         b[j] = eps * b[j]
     for i in T.unroll(hc):
         for j in T.unroll(hc):
             b[j] += c[i * hc + j] * u[i]
-    invert(hc, exact, b, v)
+    if how == "in pairs":
+        largest_change(hc, b, v, change)
+    invert(hc, how, b, v)
 
 
 @T.macro
-def invert(hc, exact, a, u):
-    """u = 1 / a. Approximately, two share a reciprocal, `1 / (a0 a1)`: the unit that makes it is the bottleneck.
+def largest_change(hc, a, u, change):
+    """change = max(change, |1 - a u|), u being the reciprocals of the last a."""
+    for i in T.unroll(hc):
+        change[0] = T.max(change[0], T.abs(1.0 - a[i] * u[i]))
 
-    `exact` is to the last bit or its neighbour: a step of Newton's, without the branches of a division.
+
+@T.macro
+def invert(hc, how, a, u):
+    """u = 1 / a: exactly, in pairs that share a reciprocal, whose unit is the bottleneck, or from the last u.
+
+    Exactly is to the last bit or its neighbour: a step of Newton's, without the branches of a division.
     """
-    if exact:
+    e = T.alloc_local((hc,), "float32")
+    if how == "exactly":
         for i in T.unroll(hc):
             u[i] = T.fast_rcp(a[i])
         for i in T.unroll(hc):
             u[i] = u[i] + u[i] * (1.0 - a[i] * u[i])
-    else:
+    elif how == "in pairs":
         for i in T.unroll(hc // 2):
             pair = T.fast_rcp(a[2 * i] * a[2 * i + 1])
             u[2 * i] = pair * a[2 * i + 1]
             u[2 * i + 1] = pair * a[2 * i]
         if hc % 2 == 1:
             u[hc - 1] = T.fast_rcp(a[hc - 1])
+    else:
+        # 1 / a = u / (1 - e) = u (1 + e) (1 + e^2) ...
+        for i in T.unroll(hc):
+            e[i] = 1.0 - a[i] * u[i]
+        for i in T.unroll(hc):
+            u[i] = u[i] + u[i] * e[i]
+            e[i] = e[i] * e[i]
+        for i in T.unroll(hc):
+            u[i] = u[i] + u[i] * e[i]

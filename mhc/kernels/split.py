@@ -13,6 +13,9 @@ from mhc.config import MHCConfig
 from mhc.kernels.parts import CLUSTER
 
 PARTS = 3  # 8 bits each: a float's 24
+SLOTS = 4  # of exchanged sums
+X_SLOTS = 3  # tiles of x: one being projected, the one before, the one after
+COMB_WARPS = 4  # take the tiles in turn; one would need longer for its Sinkhorn than the others for a tile
 
 
 def warps_of(config: MHCConfig) -> int:
@@ -26,9 +29,9 @@ class Slices:
 
     Args:
         config: shapes and constants.
-        tile: tokens a cluster works on at a time, at most 16, which a tensor core takes at once.
+        tile: most tokens a cluster works on at a time; a tensor core takes 8 at once.
         rows: mixing rows computed: M, or `2 hc` without comb.
-        warps: that load, dot, mix and store; one more computes comb.
+        warps: that load, dot, mix and store; more compute comb.
     """
 
     config: MHCConfig
@@ -56,8 +59,12 @@ class Slices:
         return self.warps * 32
 
     @property
+    def comb_warps(self) -> int:
+        return COMB_WARPS if self.comb else 0
+
+    @property
     def threads(self) -> int:
-        return self.workers + 32
+        return self.workers + self.comb_warps * 32
 
     @property
     def rounds(self) -> int:
@@ -262,8 +269,11 @@ def multiply(a, a_at, b, acc):
 
 
 @T.macro
-def add_warps(plan, partial, gate_stage, mix_stage, slot, count, tid):
-    """gate_stage[slot, t] = sums of pre, post and squares over all warps, mix_stage[slot, owner] = those of comb."""
+def add_warps(plan, partial, gate_part, mix_stage, mix_part, slot, count, rank, tid):
+    """Sums over all warps: of pre, post and squares to gate_part[slot, rank, t], of comb to where its owner's are sent.
+
+    Those are at mix_stage[slot, owner], the block's own at mix_part[slot, rank].
+    """
     gates = 2 * plan.config.hc_mult
     value = T.alloc_local((1,), "float32")
     for i in T.unroll(T.ceildiv(plan.token_tiles * plan.sums * 8, plan.workers)):
@@ -276,8 +286,12 @@ def add_warps(plan, partial, gate_stage, mix_stage, slot, count, tid):
             for g in T.unroll(plan.warps - 1):
                 value[0] += partial[g + 1, h, m, q % 8]
             if m < gates:
-                gate_stage[slot, t, m] = value[0]
+                gate_part[slot, rank, t, m] = value[0]
             elif m == plan.rows:
-                gate_stage[slot, t, gates] = value[0]
+                gate_part[slot, rank, t, gates] = value[0]
             elif plan.comb:
-                mix_stage[slot, t % CLUSTER, t // CLUSTER * plan.comb + m - gates] = value[0]
+                at = t // CLUSTER * plan.comb + m - gates
+                if t % CLUSTER == rank:
+                    mix_part[slot, rank, at] = value[0]
+                else:
+                    mix_stage[slot, t % CLUSTER, at] = value[0]

@@ -14,8 +14,8 @@
 //   - rounding of approximate intrinsics (rsqrtf, __expf, ...): correctly rounded here; contraction to FMA is the host
 //     compiler's choice; tensor cores sum a 16-deep product exactly and truncate once;
 //   - blocks run one cluster at a time unless the launch is cooperative or `concurrent` is asked for;
-//   - TMA to and from global memory and wgmma do not exist: the runner lowers with them turned off, so it is that
-//     variant that runs; bulk copies between the blocks of a cluster and the mbarriers that count them do exist;
+//   - TMA with tensor maps and wgmma do not exist: the runner lowers with them turned off, so it is that
+//     variant that runs; bulk copies without a tensor map do exist, to the blocks of a cluster and to global memory;
 //   - time, bank conflicts, occupancy, registers, fp16 and fp8.
 #pragma once
 #include "fibers.h"
@@ -51,22 +51,18 @@ static void* peer_shared(const void* p, int rank) { return peer_block(rank).shar
 
 static bool lands_at_once() { return launch->seed < 2 ? launch->seed & 1 : dice() & 1; }
 
-static void async_copy(void* to, const void* from, size_t bytes) {
+static void async_copy(CopyGroups& groups, void* to, const void* from, size_t bytes) {
   if (lands_at_once())
     memcpy(to, from, bytes);
   else
-    self->open_group.push_back({to, from, bytes});
+    groups.open.push_back({to, from, bytes});
 }
-static void async_commit() {
-  self->groups.push_back(std::move(self->open_group));
-  self->open_group.clear();
-}
-static void async_wait(size_t pending) {
-  if (!pending) async_commit();  // cp.async.wait_all needs no commit
-  while (self->groups.size() > pending) {
-    for (const Copy& c : self->groups.front()) memcpy(c.to, c.from, c.bytes);
-    self->groups.erase(self->groups.begin());
-  }
+
+// A bulk copy from shared to global memory reads its source when it lands.
+static void bulk_store(void* to, const void* from, size_t bytes) {
+  if (bytes % 16 || (uintptr_t)to % 16 || (uintptr_t)from % 16) fail("bulk copies move aligned units of 16 bytes");
+  shared_offset((const char*)from + bytes - 1);
+  async_copy(self->bulk_stores, to, from, bytes);
 }
 
 static MBarrier& mbarrier(Block& block, size_t offset) {
@@ -142,6 +138,8 @@ static void thread_main() {
   self->started = true, self->block->started++;
   launch->kernel(launch->args);
   self->done = true;
+  if (!self->bulk_stores.open.empty() || !self->bulk_stores.committed.empty())
+    fail("a thread exited before its bulk stores had read shared memory");
   if (memcmp(self->stack, &kCanary, 8)) fail("the stack of %zu bytes overflowed", kStackBytes);
   Block& b = *self->block;
   Warp& warp = self->warp();

@@ -92,6 +92,22 @@ struct Copy {
   size_t bytes;
 };
 
+// A thread's asynchronous copies in flight: the group it is adding to and those it has committed, oldest first.
+struct CopyGroups {
+  std::vector<Copy> open;
+  std::vector<std::vector<Copy>> committed;
+  void commit() {
+    committed.push_back(std::move(open));
+    open.clear();
+  }
+  void wait(size_t pending) {
+    while (committed.size() > pending) {
+      for (const Copy& c : committed.front()) memcpy(c.to, c.from, c.bytes);
+      committed.erase(committed.begin());
+    }
+  }
+};
+
 struct Thread {
   void* stack_pointer = nullptr;
   ucontext_t* context = nullptr;
@@ -103,8 +119,7 @@ struct Thread {
   const unsigned* gate = nullptr;  // the generation it waits for to move on from `seen`
   unsigned seen = 0, cluster_phase = 0;
   bool in_cluster_barrier = false, started = false, done = false;
-  std::vector<Copy> open_group;  // cp.async, in flight
-  std::vector<std::vector<Copy>> groups;
+  CopyGroups loads, bulk_stores;  // cp.async; cp.async.bulk to global memory
   Warp& warp() const { return block->warps[linear / 32]; }
   int lane() const { return linear % 32; }
 };

@@ -168,14 +168,21 @@ static inline void tma_store_cluster(void* to, void* from, int rank, uint32_t by
   emu::bulk_copy(to, from, rank, bytes, &barrier);
 }
 
-static inline void cp_async_commit() { emu::async_commit(); }
-template <int pending> static inline void cp_async_wait() { emu::async_wait(pending); }
+static inline void tma_store(void* to, const void* from, uint32_t bytes) { emu::bulk_store(to, from, bytes); }
+static inline void tma_store_arrive() { emu::self->bulk_stores.commit(); }
+template <int pending, bool read = true> static inline void tma_store_wait() { emu::self->bulk_stores.wait(pending); }
+
+static inline void cp_async_commit() { emu::self->loads.commit(); }
+template <int pending> static inline void cp_async_wait() {
+  if (!pending) cp_async_commit();  // cp.async.wait_all needs no commit
+  emu::self->loads.wait(pending);
+}
 template <int bytes> static inline void cp_async_gs(const void* to, const void* from) {
-  emu::async_copy((void*)to, from, bytes);
+  emu::async_copy(emu::self->loads, (void*)to, from, bytes);
 }
 template <int bytes> static inline void cp_async_gs_conditional(const void* to, const void* from, bool condition) {
   static const char zeros[16] = {};
-  emu::async_copy((void*)to, condition ? from : zeros, bytes);
+  emu::async_copy(emu::self->loads, (void*)to, condition ? from : zeros, bytes);
 }
 #define EMU_ACCESS(bits, T)                                                                          \
   static inline T load_global_##bits(const void* p) { return *(const T*)p; }                         \

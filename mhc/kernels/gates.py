@@ -1,0 +1,134 @@
+"""From the exchanged sums of a tile of one stream to its post, layer input and comb."""
+
+import tilelang.language as T
+
+from mhc.kernels.parts import CLUSTER, sigmoid
+from mhc.kernels.sinkhorn import sinkhorn
+from mhc.kernels.split import SLOTS, X_SLOTS
+
+
+@T.macro
+def finish_tile(plan, has_norm, outputs, sums, x_tile, weights, into, step, rank, t0, end, tid):
+    """post and layer_input (or factor) of a tile once its sums are there; a warp a token, which every block gates."""
+    gate_part, _, arrived = sums
+    scale, base, weight = weights
+    post, layer_input, factor = into
+    lane = tid % 32
+    hc = plan.config.hc_mult
+    slot = step % SLOTS
+    bias = T.alloc_local((1,), "float32")
+    factor_of = T.alloc_local((1,), "float32")
+    total = T.alloc_local((1,), "float32")
+    p = T.alloc_local((1,), "float32")
+    xb = T.alloc_local((8,), "bfloat16")
+    wb = T.alloc_local((plan.vecs * 8,), "bfloat16")
+    if has_norm:
+        for v in T.unroll(plan.vecs):
+            col = (v * 32 + lane) * 8
+            if col < plan.cols:
+                for e in T.vectorized(8):
+                    wb[v * 8 + e] = weight[rank * plan.cols + col + e]
+    # lane j < hc holds pre_j, the next hc lanes post, and one the sum of squares
+    factor_of[0] = scale[T.if_then_else(lane < hc, 0, 1)]
+    bias[0] = base[T.min(lane, 2 * hc - 1)]
+    T.mbarrier_wait_parity(arrived[slot], step // SLOTS % 2)
+    for i in T.unroll(plan.rounds):
+        t = i * plan.warps + tid // 32
+        if t0 + t < end:
+            total[0] = 0.0
+            if lane <= 2 * hc:
+                for b in T.unroll(CLUSTER):
+                    total[0] += gate_part[slot, b, t, lane]
+            # m *= rsqrt(mean(x^2) + rms_eps)
+            mean_square = T.shfl_sync(total[0], 2 * hc) / plan.config.hidden_size
+            total[0] = sigmoid(total[0] * T.rsqrt(mean_square + plan.config.rms_eps) * factor_of[0] + bias[0])
+            if t % CLUSTER == rank and lane >= hc and lane < 2 * hc:
+                post[t0 + t, lane - hc] = plan.config.post_mult * total[0]
+            # P = sum_j pre_j;  mean((P * x)^2) = P^2 * mean(x^2)
+            total[0] = total[0] + plan.config.pre_eps
+            p[0] = 0.0
+            for j in T.unroll(hc):
+                p[0] += T.shfl_sync(total[0], j)
+            rstd = T.rsqrt(p[0] * p[0] * mean_square + plan.config.norm_eps)
+            if outputs == "table":
+                if t % CLUSTER == rank and lane < 2:
+                    factor[t0 + t, lane] = T.if_then_else(lane == 0, p[0], rstd)
+            else:
+                for v in T.unroll(plan.vecs):
+                    col = (v * 32 + lane) * 8
+                    if col < plan.cols:
+                        for e in T.vectorized(8):
+                            xb[e] = x_tile[step % X_SLOTS, t, col + e]
+                        scale_row(has_norm, xb, wb, v * 8, p[0], rstd)
+                        for e in T.vectorized(8):
+                            layer_input[t0 + t, rank * plan.cols + col + e] = xb[e]
+
+
+@T.macro
+def scale_row(has_norm, xb, wb, w_at, p, rstd):
+    """xb = bf16(P * x), then bf16(that * rstd * weight) if normed: 8 columns of the layer input."""
+    y = T.alloc_local((8,), "float32")
+    w = T.alloc_local((8,), "float32")
+    # casts of whole vectors become packed conversions, at four times the rate
+    for e in T.vectorized(8):
+        y[e] = T.cast(xb[e], "float32")
+    for e in T.unroll(8):
+        y[e] = p * y[e]
+    for e in T.vectorized(8):
+        xb[e] = T.cast(y[e], "bfloat16")
+    if has_norm:
+        for e in T.vectorized(8):
+            y[e] = T.cast(xb[e], "float32")
+        for e in T.vectorized(8):
+            w[e] = T.cast(wb[w_at + e], "float32")
+        for e in T.unroll(8):
+            y[e] = y[e] * rstd * w[e]
+        for e in T.vectorized(8):
+            xb[e] = T.cast(y[e], "bfloat16")
+
+
+@T.macro
+def comb_step(plan, sums, logits, warp, weights, comb, step, awaited, rank, t0, end, lane):
+    """comb = sinkhorn(m * scale[2] + base) of the tokens of a tile that this block owns, by one warp: a lane a token.
+
+    logits[warp] [owned * hc^2] are this warp's; `awaited` says whether anyone waits to overwrite the sums.
+    """
+    gate_part, mix_part, arrived = sums
+    scale, base, _ = weights
+    hc = plan.config.hc_mult
+    slot = step % SLOTS
+    rounds = -(-plan.owned * plan.comb // 32)
+    c = T.alloc_local((hc * hc,), "float32")
+    bias = T.alloc_local((rounds,), "float32")
+    factor = T.alloc_local((1,), "float32")
+    total = T.alloc_local((1,), "float32")
+    square = T.alloc_local((1,), "float32")
+    factor[0] = scale[2]
+    for i in T.unroll(rounds):
+        bias[i] = base[2 * hc + (i * 32 + lane) % plan.comb]
+    T.mbarrier_wait_parity(arrived[slot], step // SLOTS % 2)
+    # logits [owned, hc^2], a lane each
+    for i in T.unroll(rounds):
+        q = i * 32 + lane
+        t = q // plan.comb * CLUSTER + rank
+        if t0 + t < end:
+            total[0] = 0.0
+            square[0] = 0.0
+            for b in T.unroll(CLUSTER):
+                square[0] += gate_part[slot, b, t, 2 * hc]
+                total[0] += mix_part[slot, b, q]
+            # m *= rsqrt(mean(x^2) + rms_eps)
+            rstd = T.rsqrt(square[0] / plan.config.hidden_size + plan.config.rms_eps)
+            logits[warp, q] = total[0] * rstd * factor[0] + bias[i]
+    if awaited:
+        T.named_barrier_arrive(2 + step % 2, plan.workers + 32)
+    T.sync_warp()
+    t = lane * CLUSTER + rank
+    if t0 + t < end:
+        for q in T.unroll(hc * hc):
+            c[q] = logits[warp, lane * plan.comb + q]
+        sinkhorn(plan, c)
+        for i in T.unroll(hc):
+            for j in T.vectorized(hc) if hc % 2 == 0 else T.unroll(hc):
+                comb[t0 + t, i * hc + j] = c[i * hc + j]
+    T.sync_warp()  # the logits are overwritten next
