@@ -5,7 +5,7 @@ import tilelang.language as T
 from mhc.config import MHCConfig
 from mhc.kernels.gates import comb_step, finish_tile
 from mhc.kernels.parts import CLUSTER, send, store_bulk
-from mhc.kernels.split import COMB_WARPS, PARTS, SLOTS, X_SLOTS, Slices, add_warps, dot_tile, load_fn, warps_of
+from mhc.kernels.split import COMB_WARPS, PARTS, SLOTS, X_SLOTS, Slices, add_warps, cut_fn, dot_tile, load_fn, warps_of
 
 
 def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: str = "all", warps: int = 0):
@@ -43,8 +43,9 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
             gate_part = T.alloc_shared((SLOTS, CLUSTER, tile, plan.gates), "float32")
             mix_stage = T.alloc_shared((SLOTS, CLUSTER, plan.mixes), "float32")
             mix_part = T.alloc_shared((SLOTS, CLUSTER, plan.mixes), "float32")
-            logits = T.alloc_shared((COMB_WARPS, plan.mixes), "float32")
+            mixes = T.alloc_shared((2, COMB_WARPS, plan.mixes), "float32")
             arrived = T.alloc_barrier([(CLUSTER - 1) * (2 if plan.comb else 1) + 1] * SLOTS)
+            w = T.alloc_local((plan.steps_held * plan.row_tiles * 4,), "float32")
             pairs = T.alloc_local((max(plan.steps_held * PARTS * plan.pairs * 4, 1),), "uint32")
             odd = T.alloc_local((plan.steps_held * 4,), "uint32")
             top = T.alloc_local((plan.steps_held * 2,), "uint32")
@@ -54,10 +55,12 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
             T.cluster_arrive_relaxed()
             T.pdl_sync()
             T.pdl_trigger()
+            if tid < plan.workers:
+                load_fn(plan, fn, w, rank, tid)  # the longest of the loads
             # kept, or every address would divide anew: the first token, the end, and how many a step and one more
             share = T.alloc_local((4,), "int32")
-            share[0] = shares_before(block // CLUSTER, tokens, T.min(tokens, clusters))
-            share[1] = shares_before(block // CLUSTER + 1, tokens, T.min(tokens, clusters))
+            share[0] = shares_before(block // CLUSTER, tokens, clusters)
+            share[1] = shares_before(block // CLUSTER + 1, tokens, clusters)
             steps = T.ceildiv(share[1] - share[0], tile)
             share[2] = (share[1] - share[0]) // steps
             share[3] = (share[1] - share[0]) % steps
@@ -74,19 +77,19 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
                     for turn in T.serial(T.ceildiv(steps - warp, COMB_WARPS)):
                         s = turn * COMB_WARPS + warp
                         t0, end = bounds(share, s)
-                        comb_step(plan, sums, logits, warp, weights, comb, s, s + 2 < steps, rank, t0, end, tid % 32)
+                        comb_step(plan, sums, mixes, warp, weights, comb, s, s + 2 < steps, rank, t0, end, tid % 32)
             else:
                 for s in T.unroll(2):
                     t0, end = bounds(share, s)
                     prefetch_x(plan, x, x_tile, s, rank, t0, end, tid)
-                load_fn(plan, fn, pairs, odd, top, rank, tid)
+                cut_fn(plan, w, pairs, odd, top)
                 for s in T.serial(steps + 1):
                     t0, end = bounds(share, s)
                     if s < steps:
                         T.ptx_wait_group(1)
                         T.fence_proxy_async()  # the engine that copies reads x
                         T.sync_threads(1, plan.workers)
-                        dot_tile(plan, x_words, s % X_SLOTS, fn, pairs, odd, top, partial, end - t0, rank, tid)
+                        dot_tile(plan, x_words, s % X_SLOTS, fn, w, pairs, odd, top, partial, end - t0, rank, tid)
                         T.sync_threads(1, plan.workers)
                         add_warps(plan, partial, gate_part, mix_stage, mix_part, s % SLOTS, end - t0, rank, tid)
                         T.fence_proxy_async()
@@ -205,11 +208,12 @@ def prefetch_x(plan, x, x_tile, slot, rank, t0, end, tid):
 @T.macro
 def send_sums(plan, gate_part, mix_stage, mix_part, arrived, slot, count, rank, tid):
     """gate_part[slot, rank] goes to every other block, mix_stage[slot, peer] to mix_part[slot, rank] there."""
-    peer = tid // 32
-    if tid % 32 == 0 and peer < CLUSTER and peer != rank:
-        gates = (slot * CLUSTER + rank) * plan.tile * plan.gates
-        send((gate_part, gate_part), count * plan.gates, gates, gates, arrived[slot], peer)
-        if plan.comb:
+    peer = tid // 32 % CLUSTER
+    if tid % 32 == 0 and peer != rank:
+        if tid // 32 < CLUSTER:
+            gates = (slot * CLUSTER + rank) * plan.tile * plan.gates
+            send((gate_part, gate_part), count * plan.gates, gates, gates, arrived[slot], peer)
+        if plan.comb and tid // 32 // CLUSTER == plan.warps // CLUSTER - 1:
             mixes = T.ceildiv(T.ceildiv(count, CLUSTER) * plan.comb, 4) * 4
             own, peers = (slot * CLUSTER + rank) * plan.mixes, (slot * CLUSTER + peer) * plan.mixes
             send((mix_stage, mix_part), mixes, own, peers, arrived[slot], peer)

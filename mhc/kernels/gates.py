@@ -3,7 +3,7 @@
 import tilelang.language as T
 
 from mhc.kernels.parts import CLUSTER, sigmoid
-from mhc.kernels.sinkhorn import sinkhorn
+from mhc.kernels.sinkhorn import balance
 from mhc.kernels.split import SLOTS, X_SLOTS
 
 
@@ -88,10 +88,11 @@ def scale_row(has_norm, xb, wb, w_at, p, rstd):
 
 
 @T.macro
-def comb_step(plan, sums, logits, warp, weights, comb, step, awaited, rank, t0, end, lane):
+def comb_step(plan, sums, mixes, warp, weights, comb, step, awaited, rank, t0, end, lane):
     """comb = sinkhorn(m * scale[2] + base) of the tokens of a tile that this block owns, by one warp: a lane a token.
 
-    logits[warp] [owned * hc^2] are this warp's; `awaited` says whether anyone waits to overwrite the sums.
+    mixes[:, warp] [2, owned * hc^2] are this warp's, logits and their exponentials; `awaited` says whether anyone waits
+    to overwrite the sums.
     """
     gate_part, mix_part, arrived = sums
     scale, base, _ = weights
@@ -99,6 +100,7 @@ def comb_step(plan, sums, logits, warp, weights, comb, step, awaited, rank, t0, 
     slot = step % SLOTS
     rounds = -(-plan.owned * plan.comb // 32)
     c = T.alloc_local((hc * hc,), "float32")
+    row = T.alloc_local((hc,), "float32")
     bias = T.alloc_local((rounds,), "float32")
     factor = T.alloc_local((1,), "float32")
     total = T.alloc_local((1,), "float32")
@@ -107,7 +109,7 @@ def comb_step(plan, sums, logits, warp, weights, comb, step, awaited, rank, t0, 
     for i in T.unroll(rounds):
         bias[i] = base[2 * hc + (i * 32 + lane) % plan.comb]
     T.mbarrier_wait_parity(arrived[slot], step // SLOTS % 2)
-    # logits [owned, hc^2], a lane each
+    # an element of comb a lane
     for i in T.unroll(rounds):
         q = i * 32 + lane
         t = q // plan.comb * CLUSTER + rank
@@ -119,16 +121,27 @@ def comb_step(plan, sums, logits, warp, weights, comb, step, awaited, rank, t0, 
                 total[0] += mix_part[slot, b, q]
             # m *= rsqrt(mean(x^2) + rms_eps)
             rstd = T.rsqrt(square[0] / plan.config.hidden_size + plan.config.rms_eps)
-            logits[warp, q] = total[0] * rstd * factor[0] + bias[i]
+            mixes[0, warp, q] = total[0] * rstd * factor[0] + bias[i]
     if awaited:
         T.named_barrier_arrive(2 + step % 2, plan.workers + 32)
     T.sync_warp()
+    for i in T.unroll(rounds):
+        q = i * 32 + lane
+        if t0 + q // plan.comb * CLUSTER + rank < end:
+            for e in T.vectorized(hc) if hc in (2, 4) else T.unroll(hc):
+                row[e] = mixes[0, warp, q // hc * hc + e]
+            total[0] = row[0]
+            for e in T.unroll(hc - 1):
+                total[0] = T.max(total[0], row[e + 1])
+            mixes[1, warp, q] = T.exp(mixes[0, warp, q] - total[0])
+    T.sync_warp()
     t = lane * CLUSTER + rank
     if t0 + t < end:
-        for q in T.unroll(hc * hc):
-            c[q] = logits[warp, lane * plan.comb + q]
-        sinkhorn(plan, c)
+        for i in T.unroll(hc):
+            for e in T.vectorized(hc) if hc in (2, 4) else T.unroll(hc):
+                c[i * hc + e] = mixes[1, warp, lane * plan.comb + i * hc + e]
+        balance(plan, c)
         for i in T.unroll(hc):
             for j in T.vectorized(hc) if hc % 2 == 0 else T.unroll(hc):
                 comb[t0 + t, i * hc + j] = c[i * hc + j]
-    T.sync_warp()  # the logits are overwritten next
+    T.sync_warp()  # both are overwritten next

@@ -7,7 +7,21 @@ CLOSE = 2.0**-6  # Newton's error is the fourth power of a divisor's relative ch
 
 @T.macro
 def sinkhorn(plan, c):
-    """c[hc * hc] logits -> doubly stochastic, one thread a token.
+    """c[hc * hc] logits -> doubly stochastic, one thread a token."""
+    hc = plan.config.hc_mult
+    top = T.alloc_local((1,), "float32")
+    for i in T.unroll(hc):
+        top[0] = c[i * hc]
+        for j in T.unroll(hc - 1):
+            top[0] = T.max(top[0], c[i * hc + j + 1])
+        for j in T.unroll(hc):
+            c[i * hc + j] = T.exp(c[i * hc + j] - top[0])
+    balance(plan, c)
+
+
+@T.macro
+def balance(plan, c):
+    """c[hc * hc], exp(logits - the largest of their row) -> doubly stochastic.
 
     Kept as `diag(u) K diag(v)` with the divisors `a = 1 / u`, `b = 1 / v`: the step `c /= rowsum(c) + eps` is
     `a_i = sum_j K_ij v_j + eps a_i`. Only the factors change, so no element is rounded more than once, and an
@@ -23,16 +37,10 @@ def sinkhorn(plan, c):
     u = T.alloc_local((hc,), "float32")
     v = T.alloc_local((hc,), "float32")
     old = T.alloc_local((2 * hc,), "float32")
-    s = T.alloc_local((1,), "float32")
     change = T.alloc_local((1,), "float32")
     moving = T.alloc_local((1,), "int32")
     for i in T.unroll(hc):
-        # K = softmax(c, rows) + eps
-        s[0] = c[i * hc]
-        for j in T.unroll(hc - 1):
-            s[0] = T.max(s[0], c[i * hc + j + 1])
-        for j in T.unroll(hc):
-            c[i * hc + j] = T.exp(c[i * hc + j] - s[0])
+        # K = softmax(logits, rows) + eps
         a[i] = 0.0
         for j in T.unroll(hc):
             a[i] += c[i * hc + j]

@@ -133,16 +133,19 @@ class Slices:
 
 
 @T.macro
-def load_fn(plan, fn, pairs, odd, top, rank, tid):
-    """This lane's columns of the block's slice of `fn` [M, H], cut, if they stay in registers."""
-    size = plan.row_tiles * 4
-    w = T.alloc_local((plan.steps_held * size,), "float32")
+def load_fn(plan, fn, w, rank, tid):
+    """w = this lane's columns of the block's slice of `fn` [M, H], if they stay in registers; nothing waits yet."""
     if plan.resident:
-        # first all loads, so that they are in flight together
         for s in T.unroll(plan.steps):
-            load_step(plan, fn, w, s * size, s, rank, tid)
+            load_step(plan, fn, w, s * plan.row_tiles * 4, s, rank, tid)
+
+
+@T.macro
+def cut_fn(plan, w, pairs, odd, top):
+    """Cut what `load_fn` loaded."""
+    if plan.resident:
         for s in T.unroll(plan.steps):
-            cut_step(plan, w, s * size, pairs, odd, top, s)
+            cut_step(plan, w, s * plan.row_tiles * 4, pairs, odd, top, s)
 
 
 @T.macro
@@ -194,7 +197,7 @@ def cut_step(plan, w, at, pairs, odd, top, step):
 
 
 @T.macro
-def dot_tile(plan, x_words, slot, fn, pairs, odd, top, partial, count, rank, tid):
+def dot_tile(plan, x_words, slot, fn, w, pairs, odd, top, partial, count, rank, tid):
     """partial[warp, t / 8, :, t % 8] = this warp's share of `x @ fn.T` and of `sum(x^2)`, for `count` tokens.
 
     `fn` is the first operand, 8 tokens the second. Column c of a step plays k = c // 4 * 2 + c % 2 + 8 * (c % 4 // 2):
@@ -203,7 +206,6 @@ def dot_tile(plan, x_words, slot, fn, pairs, odd, top, partial, count, rank, tid
     """
     row = tid % 32 // 4
     quad = tid % 4
-    w = T.alloc_local((plan.row_tiles * 4,), "float32")
     x = T.alloc_local((2,), "uint32")
     a = T.alloc_local((4,), "uint32")
     acc = T.alloc_local((4,), "float32")
