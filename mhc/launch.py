@@ -31,7 +31,7 @@ class Variant(NamedTuple):
     clusters: int
 
 
-ONE_STREAM = (Variant(float("inf"), 16, 15),)
+ONE_STREAM = (Variant(float("inf"), 32, 15),)
 MANY_STREAMS = (
     Variant(15, 1, 15),
     Variant(30, 2, 15),
@@ -49,9 +49,9 @@ def one_stream(config: MHCConfig, tokens: int) -> Variant:
     rows, cols = config.mix_rows, config.hidden_size // 8
     gates = -(-(2 * config.hc_mult + 1) // 4) * 4
     warps = 16 if rows <= 24 else 8  # `kernels.split.warps_of`, without an import of TileLang
-    # 3 tiles of x, the warps' sums, 4 slots of exchanged sums on both sides
-    token_bytes = 6 * (cols + 16) + 4 * warps * (rows + 1) + 16 * (9 * gates + 3 * config.hc_mult**2)
-    most = next((tile for tile in (16, 8, 4, 2, 1) if max(tile, 8) * token_bytes <= 220_000), 0)
+    # 3 tiles of x, the warps' sums, 4 slots of exchanged sums and those of comb on both sides, comb's scratch
+    token_bytes = 6 * (cols + 16) + 4 * warps * (rows + 1) + 128 * gates + 36 * config.hc_mult**2
+    most = next((tile for tile in (32, 24, 16, 8, 4, 2, 1) if max(tile, 8) * token_bytes <= 224_000), 0)
     if not most:
         raise ValueError(f"hidden_size must leave room for a tile in shared memory, got {config.hidden_size}")
     return _pick(ONE_STREAM, tokens, most)

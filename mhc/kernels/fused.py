@@ -7,6 +7,8 @@ from mhc.kernels.gates import comb_step, finish_tile
 from mhc.kernels.parts import CLUSTER, send, store_bulk
 from mhc.kernels.split import COMB_WARPS, PARTS, SLOTS, X_SLOTS, Slices, add_warps, cut_fn, dot_tile, load_fn, warps_of
 
+STORE_FIRST = False  # the residual before the dots
+
 
 def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: str = "all", warps: int = 0):
     """x [T, H] -> the outputs of the first pre.
@@ -88,6 +90,9 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
                     if s < steps:
                         T.ptx_wait_group(1)
                         T.fence_proxy_async()  # the engine that copies reads x
+                        if outputs == "all" and STORE_FIRST:
+                            T.sync_warp()
+                            store_residual(plan, x_tile, residual, s % X_SLOTS, rank, t0, end, tid)
                         T.sync_threads(1, plan.workers)
                         dot_tile(plan, x_words, s % X_SLOTS, fn, w, pairs, odd, top, partial, end - t0, rank, tid)
                         T.sync_threads(1, plan.workers)
@@ -100,7 +105,7 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
                         if s == 0:
                             T.cluster_wait()
                         send_sums(plan, gate_part, mix_stage, mix_part, arrived, s % SLOTS, end - t0, rank, tid)
-                        if outputs == "all":
+                        if outputs == "all" and not STORE_FIRST:
                             store_residual(plan, x_tile, residual, s % X_SLOTS, rank, t0, end, tid)
                     if s > 0:
                         last_t0, last_end = bounds(share, s - 1)
