@@ -20,7 +20,7 @@ from .table import OPS, problem
 
 BARRIER = re.compile(
     r"__syncthreads\(\);|__syncwarp\(\);|tl::__sync_thread_partial\(\d+, \d+\);|tl::__named_barrier_arrive\(\d+, \d+\);"
-    r"|tl::cluster_\w+\(\);|\w+\[[^;]*\]\.wait\([^;]*\);|tl::cp_async_wait<\d+>\(\);"
+    r"|tl::cluster_\w+\(\);|\w+\[[^;]*\]\.wait\([^;]*\);|tl::cp_async_wait<\d+>\(\);|tl::tma_store_wait<[^;]*;"
 )
 SEEDS = (0, 1, 2, 3)
 TOKENS = 11  # of a cluster that takes two at a time
@@ -41,6 +41,7 @@ def removals(source: str) -> list[tuple[int, int]]:
 
 def shifted(source: str, tensor: str) -> str:
     """The source with every store to `tensor` eight elements late."""
+    source = source.replace(f"(&({tensor}[", f"(&({tensor}[8 + ")  # the target of a bulk copy
     return re.sub(rf"(?m)^(\s*)\*\((\w+)\*\)\({tensor} \+ |^(\s*){tensor}\[", _eight_late(tensor), source)
 
 
