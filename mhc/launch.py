@@ -22,8 +22,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
 class Variant(NamedTuple):
     """Up to `most` tokens: `tile` tokens a cluster, at most `clusters` clusters.
 
-    An H100 or H200 holds 15 clusters of 8 blocks at one block a multiprocessor, 30 at two: one more would run after the
-    others and double the time.
+    An H100 or H200 holds 15 clusters of 8 blocks at one block a multiprocessor: one more would run after the others and
+    double the time.
     """
 
     most: float
@@ -31,7 +31,8 @@ class Variant(NamedTuple):
     clusters: int
 
 
-ONE_STREAM = (Variant(float("inf"), 32, 15),)
+# a larger tile is more code, which costs a single token half a microsecond
+ONE_STREAM = (Variant(120, 8, 15), Variant(240, 16, 15), Variant(float("inf"), 32, 15))
 MANY_STREAMS = (
     Variant(15, 1, 15),
     Variant(30, 2, 15),
@@ -48,12 +49,14 @@ def one_stream(config: MHCConfig, tokens: int) -> Variant:
     """The variant of a kernel on embeddings; shared memory holds fewer tokens of wide rows or many streams."""
     rows, cols = config.mix_rows, config.hidden_size // 8
     gates = -(-(2 * config.hc_mult + 1) // 4) * 4
-    warps = 16 if rows <= 24 else 8  # `kernels.split.warps_of`, without an import of TileLang
+    warps = 16 if rows <= 24 else 8  # `Slices.warps` of `kernels.split`, without an import of TileLang
     # 3 tiles of x, the warps' sums, 4 slots of exchanged sums and those of comb on both sides, comb's scratch
-    token_bytes = 6 * (cols + 16) + 4 * warps * (rows + 1) + 128 * gates + 36 * config.hc_mult**2
+    token_bytes = 6 * (cols + 16) + 4 * warps * (rows + 1) + 128 * gates + 34 * config.hc_mult**2
     most = next((tile for tile in (32, 24, 16, 8, 4, 2, 1) if max(tile, 8) * token_bytes <= 224_000), 0)
     if not most:
         raise ValueError(f"hidden_size must leave room for a tile in shared memory, got {config.hidden_size}")
+    if cols > 256 and cols % 16:
+        most = min(most, 16)  # rows that end within a step of 16 columns take a register too many above it
     return _pick(ONE_STREAM, tokens, most)
 
 

@@ -22,7 +22,7 @@ from mhc import MHCConfig, export, launch, warmup
 from mhc.launch import MANY_STREAMS, ONE_STREAM
 
 MOST_SHARED_BYTES = 227 * 1024  # of a block, on sm_90
-MOST_CLUSTERS = 30
+MOST_CLUSTERS = 15  # of 8 blocks, on an H100 or H200
 LIMITS = sorted({int(v.most) for v in (*ONE_STREAM, *MANY_STREAMS) if v.most != float("inf")})
 BOUNDARIES = (*sorted({1, *(t + step for t in LIMITS for step in (0, 1))}), 8192)
 PICKS = (launch.one_stream, launch.many_streams)
@@ -126,7 +126,9 @@ def test_more_tokens_never_take_a_smaller_tile() -> None:
     for (hidden, hc), pick in itertools.product(itertools.product((64, 4096, 7168), range(2, 9)), PICKS):
         tiles = [pick(MHCConfig(hidden, hc), tokens).tile for tokens in BOUNDARIES]
         assert tiles == sorted(tiles)
-        assert tiles[0] == 1
+    assert launch.many_streams(MHCConfig(4096), 1).tile == 1
+    # tiles of one stream are not worth a variant below the 8 tokens of a tensor core
+    assert launch.one_stream(MHCConfig(4096), 1).tile == 8
 
 
 def test_no_variant_has_more_clusters_than_run_at_once() -> None:
@@ -141,8 +143,23 @@ def test_streams_too_wide_for_shared_memory_are_refused() -> None:
         launch.many_streams(MHCConfig(131072, 8), 1)
 
 
+def test_rows_too_wide_for_shared_memory_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"hidden_size must leave room .* got 131072"):
+        launch.one_stream(MHCConfig(131072), 1)
+
+
+@pytest.mark.parametrize(("hidden", "hc"), [(4096, 4), (5120, 4), (7168, 4), (7168, 8)])
+def test_the_widest_tile_of_one_stream_fits_into_shared_memory(hidden: int, hc: int) -> None:
+    config = MHCConfig(hidden, hc)
+    widest = launch.one_stream(config, 8192)
+    (kernel,) = lowered(("fused", config, widest.tile, widest.clusters, True, "all")).kernels
+    assert kernel.dynamic_shared <= MOST_SHARED_BYTES
+    # and 8 tokens more, as many as a tensor core takes, would not have fitted
+    assert widest.tile == 32 or kernel.dynamic_shared / widest.tile * (widest.tile + 8) > 0.95 * MOST_SHARED_BYTES
+
+
 @pytest.mark.parametrize(("hidden", "hc"), [(4096, 4), (5120, 4), (7168, 4), (4096, 8), (5120, 8), (7168, 8)])
-def test_the_widest_tile_fits_into_shared_memory(hidden: int, hc: int) -> None:
+def test_the_widest_tile_of_streams_fits_into_shared_memory(hidden: int, hc: int) -> None:
     config = MHCConfig(hidden, hc)
     widest = launch.many_streams(config, 8192)
     (kernel,) = lowered(("streams", config, widest.tile, widest.clusters, True, "post_pre")).kernels

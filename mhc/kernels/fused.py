@@ -5,12 +5,10 @@ import tilelang.language as T
 from mhc.config import MHCConfig
 from mhc.kernels.gates import comb_step, finish_tile
 from mhc.kernels.parts import CLUSTER, send, store_bulk
-from mhc.kernels.split import COMB_WARPS, PARTS, SLOTS, X_SLOTS, Slices, add_warps, cut_fn, dot_tile, load_fn, warps_of
-
-STORE_FIRST = False  # the residual before the dots
+from mhc.kernels.split import COMB_WARPS, PARTS, SLOTS, X_SLOTS, Slices, add_warps, cut_fn, dot_tile, load_fn
 
 
-def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: str = "all", warps: int = 0):
+def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: str):
     """x [T, H] -> the outputs of the first pre.
 
     A cluster takes an equal share of the tokens, in equal tiles. It sends the sums of one tile before it waits for
@@ -25,23 +23,19 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
         outputs: `all` is residual [T, hc, H], post [T, hc], comb [T, hc * hc], layer_input [T, H]; `collapsed` is post
             and layer_input, from the first 2 hc rows of `fn` and `base`; `table` is post, comb and factor [T, 2], the
             layer input's `P` and `rsqrt(P^2 mean(x^2) + norm_eps)`.
-        warps: that work on a tile, 0 for the usual number.
     """
     hidden, hc = config.hidden_size, config.hc_mult
-    warps = warps or warps_of(config)
-    plan = Slices(config, tile, 2 * hc if outputs == "collapsed" else config.mix_rows, warps)
+    plan = Slices(config, tile, 2 * hc if outputs == "collapsed" else config.mix_rows)
     tokens = T.dynamic("tokens")
 
     @T.macro
     def body(x, fn, scale, base, weight, residual, post, comb, layer_input, factor):
         with T.ClusterKernel(T.min(tokens, clusters) * CLUSTER, cluster_dims=CLUSTER, threads=plan.threads) as block:
-            if clusters > 16:
-                T.annotate_min_blocks_per_sm(2)
             tid = T.get_thread_binding()
             rank = block % CLUSTER
             x_tile = T.alloc_shared((X_SLOTS, tile, plan.pitch), "bfloat16")
             x_words = T.view(x_tile, (X_SLOTS, tile, plan.pitch // 2), "uint32")
-            partial = T.alloc_shared((warps, plan.token_tiles, plan.sums, 8), "float32")
+            partial = T.alloc_shared((plan.warps, plan.token_tiles, plan.sums, 8), "float32")
             gate_part = T.alloc_shared((SLOTS, CLUSTER, tile, plan.gates), "float32")
             mix_stage = T.alloc_shared((SLOTS, CLUSTER, plan.mixes), "float32")
             mix_part = T.alloc_shared((SLOTS, CLUSTER, plan.mixes), "float32")
@@ -90,9 +84,6 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
                     if s < steps:
                         T.ptx_wait_group(1)
                         T.fence_proxy_async()  # the engine that copies reads x
-                        if outputs == "all" and STORE_FIRST:
-                            T.sync_warp()
-                            store_residual(plan, x_tile, residual, s % X_SLOTS, rank, t0, end, tid)
                         T.sync_threads(1, plan.workers)
                         dot_tile(plan, x_words, s % X_SLOTS, fn, w, pairs, odd, top, partial, end - t0, rank, tid)
                         T.sync_threads(1, plan.workers)
@@ -105,7 +96,7 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
                         if s == 0:
                             T.cluster_wait()
                         send_sums(plan, gate_part, mix_stage, mix_part, arrived, s % SLOTS, end - t0, rank, tid)
-                        if outputs == "all" and not STORE_FIRST:
+                        if outputs == "all":
                             store_residual(plan, x_tile, residual, s % X_SLOTS, rank, t0, end, tid)
                     if s > 0:
                         last_t0, last_end = bounds(share, s - 1)

@@ -15,12 +15,7 @@ from mhc.kernels.parts import CLUSTER
 PARTS = 3  # 8 bits each: a float's 24
 SLOTS = 4  # of exchanged sums
 X_SLOTS = 3  # tiles of x: one being projected, the one before, the one after
-COMB_WARPS = 4  # take the tiles in turn; one would need longer for its Sinkhorn than the others for a tile
-
-
-def warps_of(config: MHCConfig) -> int:
-    """Warps that work on a tile; many rows of `fn` want more registers than 16 and one leave each other."""
-    return 16 if config.mix_rows <= 24 else 8
+COMB_WARPS = 2  # take the tiles in turn; one would need longer for its Sinkhorn than the others for a tile
 
 
 @dataclass(frozen=True)
@@ -31,13 +26,16 @@ class Slices:
         config: shapes and constants.
         tile: most tokens a cluster works on at a time; a tensor core takes 8 at once.
         rows: mixing rows computed: M, or `2 hc` without comb.
-        warps: that load, dot, mix and store; more compute comb.
     """
 
     config: MHCConfig
     tile: int
     rows: int
-    warps: int
+
+    @property
+    def warps(self) -> int:
+        """Warps that load, dot, mix and store; many rows of `fn` want more registers than 16 warps leave each other."""
+        return 16 if self.config.mix_rows <= 24 else 8
 
     @property
     def cols(self) -> int:

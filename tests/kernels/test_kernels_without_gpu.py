@@ -24,7 +24,7 @@ from .table import OPS, Op, Problem, assert_close_to_fp64, bits, problem
 SMALL, REAL = 64, (4096, 5120, 7168)
 SEEDS = (0, 1, 2)  # forward, backward, shuffled
 FEW = (1, 3, 65)
-EVERY_TILE = (1, 16, 40, 65, 256)
+EVERY_TILE = (1, 16, 40, 65, 121, 256)
 STEPS = 6  # five pairs of tokens and a last one: both buffers and both phases of their barriers, several times
 ANY = (*range(1, 150), 256, 600, 699)
 
