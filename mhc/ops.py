@@ -94,7 +94,7 @@ def pre_broadcast(
         fn_broadcast: [M, H] fp32, `mhc.fold(fn)`.
         scale, base, norm_weight, config: as `pre`.
         impl: `fused` is one launch, `two_launch` needs no clusters, `reference` is torch; `auto` is `fused` on CUDA and
-            `reference` on CPU. The kernels agree bitwise.
+            `reference` on CPU.
         collapse: keep the streams as `x`: no residual, no comb and no Sinkhorn. `post` and `post_pre` then take `x` for
             `residual` and None for `comb`. Needs `auto`, `fused` or `reference`.
 

@@ -1,4 +1,4 @@
-"""The projection of one stream on fp32 FMAs."""
+"""The projection of one stream on fp32 FMAs, and the sum of squares that the tensor cores leave to them."""
 
 import tilelang.language as T
 
@@ -30,17 +30,7 @@ def dot_tile_fma(plan, tile_smem, fn, w, stage, parity, rank, tid):
                 for m in T.unroll(plan.warp_rows):
                     for e in T.unroll(4):
                         acc[t * plan.warp_rows + m] += w[slot + m * 4 + e] * xf[e]
-    # the tile in powers of two: 12 tokens are 8 and then 4
-    if plan.tile & 16:
-        reduce_lanes(plan, acc, 0, 16, row0, stage, parity, lane)
-    if plan.tile & 8:
-        reduce_lanes(plan, acc, plan.tile // 16 * 16, 8, row0, stage, parity, lane)
-    if plan.tile & 4:
-        reduce_lanes(plan, acc, plan.tile // 8 * 8, 4, row0, stage, parity, lane)
-    if plan.tile & 2:
-        reduce_lanes(plan, acc, plan.tile // 4 * 4, 2, row0, stage, parity, lane)
-    if plan.tile & 1:
-        reduce_lanes(plan, acc, plan.tile // 2 * 2, 1, row0, stage, parity, lane)
+    reduce_lanes(plan, acc, row0, stage, parity, lane)
     sum_squares(plan, tile_smem, stage, parity, tid)
     T.fence_proxy_async()
     sync_workers()
@@ -66,46 +56,42 @@ def load_fn(plan, fn, w, chunk, slot, rank, tid):
 
 
 @T.macro
-def reduce_lanes(plan, acc, first, count, row0, stage, parity, lane):
-    """stage[parity, first : first + count] = acc summed over the warp: a butterfly that halves the tokens first.
+def reduce_lanes(plan, acc, row0, stage, parity, lane):
+    """stage[parity, t] = acc[t] summed over the warp: a butterfly that halves the tokens first.
 
-    Adds the same pairs as a full butterfly of every value, so the bits do not depend on the tile, at a fifth of the
-    shuffles. The lanes end in `count` groups, each with one token.
+    Adds the same pairs as a full butterfly of every value, so the bits do not depend on the tile, with fewer shuffles.
+    The lanes end in `tile` groups, each with one token.
     """
-    at = first * plan.warp_rows
-    if count >= 2:
-        halve(plan, acc, at, count // 2, 16, lane)
-    if count >= 4:
-        halve(plan, acc, at, count // 4, 8, lane)
-    if count >= 8:
-        halve(plan, acc, at, count // 8, 4, lane)
-    if count >= 16:
-        halve(plan, acc, at, count // 16, 2, lane)
+    if plan.tile >= 2:
+        halve(plan, acc, plan.tile // 2, 16, lane)
+    if plan.tile >= 4:
+        halve(plan, acc, plan.tile // 4, 8, lane)
+    if plan.tile >= 8:
+        halve(plan, acc, plan.tile // 8, 4, lane)
     for m in T.unroll(plan.warp_rows):
-        if count < 2:
-            acc[at + m] = acc[at + m] + T.shfl_xor(acc[at + m], 16)
-        if count < 4:
-            acc[at + m] = acc[at + m] + T.shfl_xor(acc[at + m], 8)
-        if count < 8:
-            acc[at + m] = acc[at + m] + T.shfl_xor(acc[at + m], 4)
-        if count < 16:
-            acc[at + m] = acc[at + m] + T.shfl_xor(acc[at + m], 2)
-        acc[at + m] = acc[at + m] + T.shfl_xor(acc[at + m], 1)
-    if lane % (32 // count) == 0:
+        if plan.tile < 2:
+            acc[m] = acc[m] + T.shfl_xor(acc[m], 16)
+        if plan.tile < 4:
+            acc[m] = acc[m] + T.shfl_xor(acc[m], 8)
+        if plan.tile < 8:
+            acc[m] = acc[m] + T.shfl_xor(acc[m], 4)
+        acc[m] = acc[m] + T.shfl_xor(acc[m], 2)
+        acc[m] = acc[m] + T.shfl_xor(acc[m], 1)
+    if lane % (32 // plan.tile) == 0:
         for m in T.unroll(plan.warp_rows):
             if row0 + m < plan.rows:
-                stage[parity, first + lane // (32 // count), row0 + m] = acc[at + m]
+                stage[parity, lane // (32 // plan.tile), row0 + m] = acc[m]
 
 
 @T.macro
-def halve(plan, acc, at, count, mask, lane):
+def halve(plan, acc, count, mask, lane):
     """Lanes with bit `mask` keep the upper `count` tokens, the others the lower; each adds its partner's share."""
     upper = T.bitwise_and(lane, mask) != 0
     for i in T.unroll(count * plan.warp_rows):
-        low = acc[at + i]
-        high = acc[at + count * plan.warp_rows + i]
+        low = acc[i]
+        high = acc[count * plan.warp_rows + i]
         sent = T.shfl_xor(T.if_then_else(upper, low, high), mask)
-        acc[at + i] = T.if_then_else(upper, high, low) + sent
+        acc[i] = T.if_then_else(upper, high, low) + sent
 
 
 @T.macro

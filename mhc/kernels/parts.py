@@ -1,10 +1,14 @@
-"""The stages that the one-launch kernels share, as TileLang macros.
+"""What kernels share: the copies between blocks, and the stages of `streams` from sums to gates, as TileLang macros.
 
-A cluster of 8 blocks owns `tile` tokens and splits every row of H columns into 8 slices. Each block keeps its slice of
-the streams in shared memory, dots it with its slice of `fn`, and sends the partial sums to all eight through
-distributed shared memory: one launch, no workspace, and a summation order that depends on H alone, so that a row's
-result is bitwise the same at every T and in every variant. Eight warps work on the tile; a ninth computes comb, so that
-Sinkhorn runs beside the stores of its own tile and the loads and dots of the next.
+A cluster of 8 blocks splits every row of H columns into 8 slices. Each block keeps its slice of its tokens in shared
+memory, dots it with its slice of `fn`, and sends the partial sums to its peers through distributed shared memory: one
+launch, no workspace, and a summation order that depends on H alone, so that a row's result is bitwise the same at every
+T and in every variant.
+
+`fused` takes from here only `CLUSTER`, `send`, `store_bulk` and `sigmoid`: its tiles overlap, so `split` and `gates`
+have stages of its own. In `streams` eight warps work on the tile and a ninth computes comb, so that Sinkhorn runs
+beside the stores of its own tile and the loads and dots of the next. `two_launch` has the slices and their order of
+summation, without clusters.
 
 Letters: S = H / 8 columns a block; M mixing rows, here any of pre, post and comb; one more row sums the squares.
 """
@@ -33,21 +37,19 @@ PASS_CONFIGS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Compile-time sizes of a one-launch kernel.
+    """Compile-time sizes of a kernel of `streams` or `two_launch`.
 
     Args:
         config: shapes and constants.
         tile: tokens a cluster works on at a time.
         streams: 1 for an embedding, `hc` for materialised streams.
         rows: mixing rows computed: M, `2 hc` (no comb) or `hc` (the head).
-        clusters: most clusters launched; they stride over the tiles.
     """
 
     config: MHCConfig
     tile: int
     streams: int
     rows: int
-    clusters: int
 
     @property
     def cols(self) -> int:
@@ -170,15 +172,13 @@ def add_parts(plan, part, sums, lead, t, row, lane):
 
 
 @T.macro
-def mix(plan, part, sums, pre, factor, scale, base, post, parity, rank, t0, tokens, tid):
+def mix(plan, part, sums, pre, scale, base, post, parity, rank, t0, tokens, tid):
     """Of every token of the tile, one warp a token: sums over blocks, the pre gates, and post.
 
-    Of one stream also factor[t] = `P` and the layer input's rsqrt. Every block does it, since each needs the gates; a
-    token's post is written by the block of rank `t % CLUSTER`.
+    Every block does it, since each needs the gates; a token's post is written by the block of rank `t % CLUSTER`.
     """
     lane = tid % 32
     hc = plan.config.hc_mult
-    p = T.alloc_local((1,), "float32")
     for i in T.unroll(T.ceildiv(plan.tile, WARPS)):
         t = i * WARPS + tid // 32
         if t < plan.tile:
@@ -194,15 +194,6 @@ def mix(plan, part, sums, pre, factor, scale, base, post, parity, rank, t0, toke
                     if t % CLUSTER == rank and t0 + t < tokens:
                         z = sums[t, hc + lane] * rstd * scale[1] + base[hc + lane]
                         post[t0 + t, lane] = plan.config.post_mult * sigmoid(z)
-            if plan.streams == 1:
-                T.sync_warp()
-                if lane == 0:
-                    # P = sum_j pre_j;  mean((P * x)^2) = P^2 * mean(x^2)
-                    p[0] = 0.0
-                    for j in T.unroll(hc):
-                        p[0] += pre[t, j]
-                    factor[t, 0] = p[0]
-                    factor[t, 1] = T.rsqrt(p[0] * p[0] * mean_square + plan.config.norm_eps)
 
 
 def sigmoid(z):

@@ -115,7 +115,7 @@ def streams(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source:
     is_post = source.startswith("post_pre")
     collapsed = source == "post_pre_collapsed"
     sources = 1 if collapsed else hc
-    plan = Plan(config, tile, hc, rows, clusters)
+    plan = Plan(config, tile, hc, rows)
     scales = 1 if source == "head" else 3
     tokens = T.dynamic("tokens")
 
@@ -124,8 +124,6 @@ def streams(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source:
         with T.ClusterKernel(
             T.min(T.ceildiv(tokens, tile), clusters) * CLUSTER, cluster_dims=CLUSTER, threads=THREADS
         ) as block:
-            if clusters > 16:
-                T.annotate_min_blocks_per_sm(2)
             tid = T.get_thread_binding()
             rank = block % CLUSTER
             # 16 columns of padding put the 8 rows of a tensor core fragment into different banks
@@ -193,7 +191,7 @@ def streams(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source:
                         sync_workers()
                     dot_tile_tensor(plan, r_tile, fn, partial, stage, parity, rank, tid)
                     exchange(plan, plan.width, stage, part, arrived, step, rank, tid)
-                    mix(plan, part, sums, pre, pre, scale, base, post, parity, rank, t0, tokens, tid)
+                    mix(plan, part, sums, pre, scale, base, post, parity, rank, t0, tokens, tid)
                     T.sync_threads(2, THREADS)
                     collapse_tile(plan, r_tile, pre, own_square, parity, tid)
                     if has_norm:

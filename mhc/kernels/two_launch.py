@@ -1,4 +1,4 @@
-"""The broadcast pre in two launches: the baseline that needs no clusters, bitwise equal to the fused kernel."""
+"""The broadcast pre in two launches: the baseline that needs no clusters, on fp32 FMAs."""
 
 import tilelang.language as T
 
@@ -9,9 +9,14 @@ from mhc.kernels.sinkhorn import sinkhorn
 
 
 def project_slices(config: MHCConfig, tile: int):
-    """x [T, H], fn [M, H] -> part [1, 8, T, M + 1]: dots and sum of squares over each of 8 column slices."""
+    """x [T, H], fn [M, H] -> part [1, 8, T, M + 1]: dots and sum of squares over each of 8 column slices.
+
+    Args:
+        config: shapes and constants.
+        tile: tokens a block works on, a power of two up to 8.
+    """
     hidden, rows = config.hidden_size, config.mix_rows
-    plan = Plan(config, tile, 1, rows, 0)
+    plan = Plan(config, tile, 1, rows)
     tokens = T.dynamic("tokens")
 
     @T.prim_func
@@ -46,7 +51,7 @@ def project_slices(config: MHCConfig, tile: int):
 def finish(config: MHCConfig, has_norm: bool):
     """x [T, H], part [1, 8, T, M + 1] -> residual [T, hc, H], post [T, hc], comb [T, hc * hc], layer_input [T, H]."""
     hidden, hc, rows = config.hidden_size, config.hc_mult, config.mix_rows
-    plan = Plan(config, 1, 1, rows, 0)
+    plan = Plan(config, 1, 1, rows)
     threads = 128
     tokens = T.dynamic("tokens")
 
