@@ -107,6 +107,35 @@ def cluster_sum(width: int = 128) -> Any:
     return cluster_kernel
 
 
+def bulk_repeat(width: int = 128, copies: int = 3) -> Any:
+    """y [T, copies, width] = x repeated, by bulk copies out of two buffers: a row waits for the last but one's."""
+    tokens = T.dynamic("tokens")
+
+    @T.prim_func
+    def repeat_kernel(x: T.Tensor((tokens, width), "float32"), y: T.Tensor((tokens, copies, width), "float32")):
+        with T.Kernel(1, threads=width):
+            tid = T.get_thread_binding()
+            buffer = T.alloc_shared((2, width), "float32")
+            for row in T.serial(tokens):
+                if tid < copies:
+                    T.tma_store_wait(1)
+                T.sync_threads()
+                buffer[row % 2, tid] = x[row, tid]
+                T.fence_proxy_async()
+                T.sync_threads()
+                if tid < copies:
+                    target = T.access_ptr(y[row, tid, 0], "w", extent=width)
+                    source = T.access_ptr(buffer[row % 2, 0], "r", extent=width)
+                    T.evaluate(
+                        tirx.call_intrin("handle", tirx.op.Op.get("tl.tma_store"), target, source, width * 4, 0, 0)
+                    )
+                    T.tma_store_arrive()
+            if tid < copies:
+                T.tma_store_wait(0)
+
+    return repeat_kernel
+
+
 def cluster_send(width: int = 128) -> Any:
     """As `cluster_sum`, by bulk copies that an mbarrier in the receiving block counts; a warp of its own receives."""
     tokens = T.dynamic("tokens")
