@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU of compute capability 9.0 or newer"),
 ]
-TOKENS = (0, 1, 2, 63, 64, 65, 255, 256, 4096)
+TOKENS = (0, 1, 2, 63, 64, 65, 130, 255, 256, 4096)
 NORMED = [op for op in OPS if not op.name.endswith("unnormed")]
 OF_STREAMS = [op for op in NORMED if not op.name.startswith("gather")]  # a gather's rows are the table's
 
@@ -51,8 +51,8 @@ def test_against_fp64_at_h_4096(op: Op) -> None:
 @pytest.mark.parametrize("hidden", [64, 2880, 5120, 7168])
 @pytest.mark.parametrize("op", NORMED, ids=str)
 def test_against_fp64_at_other_h(op: Op, hidden: int) -> None:
-    p = on_gpu(problem(MHCConfig(hidden), 65))
-    for tokens in (63, 65):
+    p = on_gpu(problem(MHCConfig(hidden), 300))
+    for tokens in (63, 65, 130, 300):
         rows = p.rows(tokens)
         assert_close_to_fp64(op, rows, op.call(rows))
 
@@ -60,15 +60,17 @@ def test_against_fp64_at_other_h(op: Op, hidden: int) -> None:
 @pytest.mark.parametrize("hc", [2, 3, 8])
 @pytest.mark.parametrize("op", NORMED, ids=str)
 def test_against_fp64_at_other_hc(op: Op, hc: int) -> None:
-    p = on_gpu(problem(MHCConfig(320, hc_mult=hc), 100))
-    assert_close_to_fp64(op, p, op.call(p))
+    p = on_gpu(problem(MHCConfig(320, hc_mult=hc), 300))
+    for tokens in (100, 130, 300):
+        rows = p.rows(tokens)
+        assert_close_to_fp64(op, rows, op.call(rows))
 
 
 @pytest.mark.parametrize("op", NORMED, ids=str)
 def test_a_row_is_bitwise_the_same_at_every_t(op: Op) -> None:
     p = on_gpu(problem(MHCConfig(4096), 600))
     largest = op.call(p)
-    for tokens in (1, 20, 40, 65, 256):
+    for tokens in (1, 20, 40, 65, 130, 256):
         for again in range(2):
             for a, b in zip(op.call(p.rows(tokens)), largest, strict=True):
                 assert torch.equal(bits(a), bits(b[:tokens])), (tokens, again)
