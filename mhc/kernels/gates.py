@@ -144,4 +144,4 @@ def comb_step(plan, sums, mixes, warp, weights, comb, step, awaited, rank, t0, e
         for i in T.unroll(hc):
             for j in T.vectorized(hc) if hc % 2 == 0 else T.unroll(hc):
                 comb[t0 + t, i * hc + j] = c[i * hc + j]
-    T.sync_warp()  # both are overwritten next
+    T.sync_warp()  # the next arrival is a whole warp's
