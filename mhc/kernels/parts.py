@@ -26,7 +26,7 @@ WARPS = 8
 WORKERS = WARPS * 32
 THREADS = WORKERS + 32  # the last warp computes comb
 
-# SIMT code with hand-placed barriers: no bulk copies, no warp specialisation, no barriers of the compiler's own.
+# Hand-placed barriers and copies: no bulk copies, warp specialisation or barriers of the compiler's own.
 PASS_CONFIGS = {
     "tl.disable_tma_lower": True,
     "tl.disable_warp_specialized": True,

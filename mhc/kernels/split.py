@@ -15,7 +15,7 @@ from mhc.kernels.parts import CLUSTER
 PARTS = 3  # 8 bits each: a float's 24
 SLOTS = 4  # of exchanged sums
 X_SLOTS = 3  # tiles of x: one being projected, the one before, the one after
-COMB_WARPS = 2  # take the tiles in turn; one would need longer for its Sinkhorn than the others for a tile
+COMB_WARPS = 2  # take the tiles in turn, since a Sinkhorn may outlast a tile
 
 
 @dataclass(frozen=True)
