@@ -55,11 +55,8 @@ def one_stream(config: MHCConfig, tokens: int) -> Variant:
     most = next((tile for tile in (32, 24, 16, 8, 4, 2, 1) if max(tile, 8) * token_bytes <= 224_000), 0)
     if not most:
         raise ValueError(f"hidden_size must leave room for a tile in shared memory, got {config.hidden_size}")
-    # what spills otherwise: rows that end within a step of 16 columns, and many rows of `fn` that are wide too
     if cols > 256 and cols % 16:
-        most = min(most, 16)
-    if rows > 24 and cols > 512:
-        most = min(most, 8)
+        most = min(most, 16)  # rows that end within a step of 16 columns would spill
     return _pick(ONE_STREAM, tokens, most)
 
 

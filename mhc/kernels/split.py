@@ -214,7 +214,8 @@ def dot_tile(plan, x_words, slot, fn, w, pairs, odd, top, partial, count, rank, 
         if h * 8 < count:
             for i in T.unroll(plan.pairs * 4 + 4):
                 total[i] = 0.0
-            for s in T.unroll(plan.steps):
+            # unrolled, the many rows of hc 8 would spill
+            for s in T.unroll(plan.steps) if plan.row_tiles <= 3 else T.unroll(plan.steps, unroll_factor=1):
                 held = s if plan.resident else 0
                 col = first_col(plan, s, tid)
                 if not plan.resident:
