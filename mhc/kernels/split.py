@@ -102,7 +102,7 @@ class Slices:
     @property
     def resident(self) -> bool:
         """Whether a lane keeps its share of `fn` in registers from tile to tile."""
-        return self.steps * self.row_tiles * 2 * PARTS <= (48 if self.warps > 8 else 72)
+        return self.steps * self.row_tiles * 2 * PARTS <= (40 if self.warps > 8 else 72)
 
     @property
     def steps_held(self) -> int:
