@@ -13,16 +13,12 @@ Mixed = tuple[Tensor, Tensor, Tensor]  # post [T, hc, 1], comb [T, hc, hc], laye
 
 
 # In a call of 10 us it matters how: `x.new_empty(2, 3)` and `empty_like` take 0.8 us, `x.new_empty((2, 3))` 1.3 us, a
-# `torch.empty` told dtype and device 1.5 us; a view takes 0.9 us
+# `torch.empty` told dtype and device 1.5 us; a view takes 0.9 us, so kernels take tensors shaped as callers know them
 
 
 def _mixes(scale: Tensor, tokens: int, hc: int) -> tuple[Tensor, Tensor]:
-    """post [T, hc] and comb [T, hc * hc], fp32 as `scale` is."""
-    return scale.new_empty(tokens, hc), scale.new_empty(tokens, hc * hc)
-
-
-def _shaped(post: Tensor, comb: Tensor, layer_input: Tensor, hc: int) -> Mixed:
-    return post.view(-1, hc, 1), comb.view(-1, hc, hc), layer_input
+    """post [T, hc, 1] and comb [T, hc, hc], fp32 as `scale` is."""
+    return scale.new_empty(tokens, hc, 1), scale.new_empty(tokens, hc, hc)
 
 
 def pre_broadcast(
@@ -44,7 +40,7 @@ def pre_broadcast(
             variant = one_stream(config, tokens)
             run = launch.kernel(device, "fused", config, variant.tile, variant.clusters, has_norm, "all")
             run(x, fn, scale, base, weight, residual, post, comb, layer_input)
-    return residual, *_shaped(post, comb, layer_input, hc)
+    return residual, post, comb, layer_input
 
 
 def pre_collapsed(
@@ -78,19 +74,35 @@ def gather(
     table: tuple[Tensor, Tensor, Tensor],
     norm_weight: Tensor | None,
     config: MHCConfig,
-    collapsed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, hc = ids.shape[0], config.hc_mult
-    copies = 1 if collapsed else hc
-    residual = embedding.new_empty(tokens, copies, config.hidden_size)
+    residual = embedding.new_empty(tokens, hc, config.hidden_size)
     post, comb = _mixes(table[0], tokens, hc)
     layer_input = embedding.new_empty(tokens, config.hidden_size)
     if tokens:
         weight = norm_weight if norm_weight is not None else embedding[0]
         id_dtype = "int32" if ids.dtype == torch.int32 else "int64"
-        run = launch.kernel(ids.get_device(), "gather", config, norm_weight is not None, collapsed, id_dtype)
+        run = launch.kernel(ids.get_device(), "gather", config, norm_weight is not None, False, id_dtype)
         run(ids, embedding, *table, weight, residual, post, comb, layer_input)
-    return residual, *_shaped(post, comb, layer_input, hc)
+    return residual, post, comb, layer_input
+
+
+def gather_collapsed(
+    ids: Tensor,
+    embedding: Tensor,
+    table: tuple[Tensor, Tensor, Tensor],
+    norm_weight: Tensor | None,
+    config: MHCConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, hidden = ids.shape[0], config.hidden_size
+    x, layer_input = embedding.new_empty(tokens, hidden), embedding.new_empty(tokens, hidden)
+    post = table[0].new_empty(tokens, config.hc_mult)
+    if tokens:
+        weight = norm_weight if norm_weight is not None else embedding[0]
+        id_dtype = "int32" if ids.dtype == torch.int32 else "int64"
+        run = launch.kernel(ids.get_device(), "gather", config, norm_weight is not None, True, id_dtype)
+        run(ids, embedding, table[0], table[2], weight, x, post, layer_input)
+    return x, post, layer_input
 
 
 def pre(
@@ -106,7 +118,7 @@ def pre(
             residual.get_device(), "streams", config, variant.tile, variant.clusters, norm_weight is not None, "pre"
         )
         run(residual, fn, scale, base, weight, post, comb, layer_input)
-    return _shaped(post, comb, layer_input, hc)
+    return post, comb, layer_input
 
 
 def post_pre(
@@ -127,12 +139,14 @@ def post_pre(
     if tokens:
         variant = many_streams(config, tokens)
         weight = norm_weight if norm_weight is not None else output[0]
-        source = "post_pre" if comb is not None else "post_pre_collapsed"
+        source, old = (
+            ("post_pre", (residual, post, comb)) if comb is not None else ("post_pre_collapsed", (residual, post))
+        )
         run = launch.kernel(
             output.get_device(), "streams", config, variant.tile, variant.clusters, norm_weight is not None, source
         )
-        run(output, *_old(residual, post, comb, hc), fn, scale, base, weight, out, new_post, new_comb, layer_input)
-    return out, *_shaped(new_post, new_comb, layer_input, hc)
+        run(output, *old, fn, scale, base, weight, out, new_post, new_comb, layer_input)
+    return out, new_post, new_comb, layer_input
 
 
 def post(output: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None) -> Tensor:
@@ -141,15 +155,9 @@ def post(output: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None) ->
     out = output.new_empty(tokens, hc, hidden)
     if tokens:
         run = launch.kernel(output.get_device(), "post", hidden, hc, comb is None)
-        run(output, *_old(residual, post, comb, hc), out)
+        old = (residual, post, comb) if comb is not None else (residual, post)
+        run(output, *old, out)
     return out
-
-
-def _old(residual: Tensor, post: Tensor, comb: Tensor | None, hc: int) -> tuple[Tensor, ...]:
-    """What a finished sub-layer left behind, shaped as its kernels take it; collapsed, there is no comb."""
-    if comb is None:
-        return residual.unsqueeze(1), post
-    return residual, post.view(-1, hc), comb.view(-1, hc * hc)
 
 
 def head(residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, config: MHCConfig) -> Tensor:

@@ -142,26 +142,26 @@ def _gather(
     factor: Tensor,
     norm_weight: Tensor | None,
     constants: list[float],
-    collapse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     config = MHCConfig.from_constants(embedding.shape[-1], constants)
     if token_ids.is_cuda:
-        return cuda.gather(token_ids, embedding, (post, comb, factor), norm_weight, config, collapse)
-    known = (token_ids >= 0) & (token_ids < embedding.shape[0])
-    rows = token_ids.where(known, 0)
-    lost = ~known.unsqueeze(-1)
-    x = embedding[rows].masked_fill(lost, torch.nan)
-    scaled = factor[rows].masked_fill(lost, torch.nan)
-    y = reference.round_bf16(scaled[:, :1] * x.float())
-    if norm_weight is not None:
-        y = y * scaled[:, 1:] * norm_weight.float()
+        return cuda.gather(token_ids, embedding, (post, comb, factor), norm_weight, config)
+    x, post_mix, comb_mix, y = _look_up(token_ids, embedding, (post, comb, factor), norm_weight)
     hc = config.hc_mult
-    return (
-        reference.expand(x, 1 if collapse else hc),
-        post[rows].masked_fill(lost, torch.nan).view(-1, hc, 1),
-        comb[rows].masked_fill(lost, torch.nan).view(-1, hc, hc),
-        y.to(BF16),
-    )
+    return reference.expand(x, hc), post_mix.unsqueeze(-1), comb_mix.view(-1, hc, hc), y
+
+
+def _look_up(
+    token_ids: Tensor, embedding: Tensor, table: tuple[Tensor, Tensor, Tensor], norm_weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [T, H], post [T, hc], comb [T, hc * hc] and the layer input [T, H] of token ids, NaN for those outside."""
+    known = (token_ids >= 0) & (token_ids < embedding.shape[0])
+    rows, lost = token_ids.where(known, 0), ~known.unsqueeze(-1)
+    x, post, comb, factor = (t[rows].masked_fill(lost, torch.nan) for t in (embedding, *table))
+    y = reference.round_bf16(factor[:, :1] * x.float())
+    if norm_weight is not None:
+        y = y * factor[:, 1:] * norm_weight.float()
+    return x, post, comb, y.to(BF16)
 
 
 @_gather.register_fake
@@ -173,11 +173,44 @@ def _(
     factor: Tensor,
     norm_weight: Tensor | None,
     constants: list[float],
-    collapse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, hidden, hc = token_ids.shape[0], embedding.shape[1], int(constants[0])
-    streams = embedding.new_empty(tokens, 1 if collapse else hc, hidden)
-    return streams, *_mix_outputs(embedding, tokens, hc, hidden)
+    return embedding.new_empty(tokens, hc, hidden), *_mix_outputs(embedding, tokens, hc, hidden)
+
+
+@torch.library.custom_op("mhc::gather_collapsed", mutates_args=())
+def _gather_collapsed(
+    token_ids: Tensor,
+    embedding: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    factor: Tensor,
+    norm_weight: Tensor | None,
+    constants: list[float],
+) -> tuple[Tensor, Tensor, Tensor]:
+    if token_ids.is_cuda:
+        config = MHCConfig.from_constants(embedding.shape[-1], constants)
+        return cuda.gather_collapsed(token_ids, embedding, (post, comb, factor), norm_weight, config)
+    x, post_mix, _, y = _look_up(token_ids, embedding, (post, comb, factor), norm_weight)
+    return x, post_mix, y
+
+
+@_gather_collapsed.register_fake
+def _(
+    token_ids: Tensor,
+    embedding: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    factor: Tensor,
+    norm_weight: Tensor | None,
+    constants: list[float],
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, hidden, hc = token_ids.shape[0], embedding.shape[1], int(constants[0])
+    return (
+        embedding.new_empty(tokens, hidden),
+        post.new_empty(tokens, hc),
+        embedding.new_empty(tokens, hidden),
+    )
 
 
 @torch.library.custom_op("mhc::post", mutates_args=())

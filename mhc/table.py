@@ -155,14 +155,16 @@ def pre_from_table(
         checks()
         table.check_ids(token_ids)
     if _direct(token_ids, embedding, *table.tensors, norm_weight):
-        out = _launch(checks, cuda.gather, token_ids, embedding, table.tensors, norm_weight, config, collapse)
+        look_up = cuda.gather_collapsed if collapse else cuda.gather
+        out = _launch(checks, look_up, token_ids, embedding, table.tensors, norm_weight, config)
     else:
         checks()
-        out = torch.ops.mhc.gather(token_ids, embedding, *table.tensors, norm_weight, config.constants(), collapse)
-    residual, post, comb, layer_input = out
+        look_up = torch.ops.mhc.gather_collapsed if collapse else torch.ops.mhc.gather
+        out = look_up(token_ids, embedding, *table.tensors, norm_weight, config.constants())
     if collapse:
-        return PreOutput(residual.squeeze(1), post.squeeze(-1), None, layer_input)
-    return PreOutput(residual, post, comb, layer_input)
+        x, post, layer_input = out
+        return PreOutput(x, post, None, layer_input)
+    return PreOutput(*out)
 
 
 def pre_noise_rows(

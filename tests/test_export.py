@@ -26,7 +26,7 @@ launch.target = lambda device: {"kind": "cuda", "arch": "sm_90a"}
 launch.compiled = None  # whoever compiles fails
 run = launch.kernel(0, "post", 64, 4, True)
 assert "tilelang" not in sys.modules
-o, x, post, out = (torch.zeros(3, *n, dtype=torch.bfloat16) for n in ((64,), (1, 64), (4,), (4, 64)))
+o, x, post, out = (torch.zeros(3, *n, dtype=torch.bfloat16) for n in ((64,), (64,), (4,), (4, 64)))
 for arguments in ((o,), (o.float(), x, post.float(), out), (o, x, post.float(), out)):
     try:
         run(*arguments)

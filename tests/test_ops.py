@@ -141,7 +141,8 @@ OP_ARGS: dict[str, Callable[[Problem, list[float]], tuple[Any, ...]]] = {
     "post": lambda p, c: (p.output, p.residual, p.post, p.comb),
     "post_pre": lambda p, c: (p.output, p.x, p.post.squeeze(-1), None, p.fn, p.scale, p.base, p.norm_weight, c),
     "head": lambda p, c: (p.residual, p.head_fn, p.head_scale, p.head_base, c),
-    "gather": lambda p, c: (p.ids, p.embedding, p.table_post, p.table_comb, p.table_factor, p.norm_weight, c, False),
+    "gather": lambda p, c: (p.ids, p.embedding, p.table_post, p.table_comb, p.table_factor, p.norm_weight, c),
+    "gather_collapsed": lambda p, c: (p.ids, p.embedding, p.table_post, p.table_comb, p.table_factor, None, c),
     "table_rows": lambda p, c: (
         p.embedding,
         p.fn_broadcast,

@@ -4,7 +4,7 @@ import tilelang.language as T
 
 from mhc.config import MHCConfig
 from mhc.kernels.gates import comb_step, finish_tile
-from mhc.kernels.parts import CLUSTER, send, store_bulk
+from mhc.kernels.parts import CLUSTER, flat, send, store_bulk
 from mhc.kernels.split import COMB_WARPS, PARTS, SLOTS, X_SLOTS, Slices, add_warps, cut_fn, dot_tile, load_fn
 
 
@@ -20,9 +20,9 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
         tile: most tokens a cluster works on at a time.
         clusters: most clusters launched.
         has_norm: whether the layer input is RMS-normed (else `weight` is not read).
-        outputs: `all` is residual [T, hc, H], post [T, hc], comb [T, hc * hc], layer_input [T, H]; `collapsed` is post
-            and layer_input, from the first 2 hc rows of `fn` and `base`; `table` is post, comb and factor [T, 2], the
-            layer input's `P` and `rsqrt(P^2 mean(x^2) + norm_eps)`.
+        outputs: `all` is residual [T, hc, H], post [T, hc, 1], comb [T, hc, hc], layer_input [T, H]; `collapsed` is
+            post [T, hc] and layer_input, from the first 2 hc rows of `fn` and `base`; `table` is post [T, hc], comb
+            [T, hc * hc] and factor [T, 2], the layer input's `P` and `rsqrt(P^2 mean(x^2) + norm_eps)`.
     """
     hidden, hc = config.hidden_size, config.hc_mult
     plan = Slices(config, tile, 2 * hc if outputs == "collapsed" else config.mix_rows)
@@ -123,7 +123,6 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
 
     row_type, weight_type = tensor(tokens, hidden, dtype="bfloat16"), tensor(hidden, dtype="bfloat16")
     fn_type, scale_type, base_type = tensor(config.mix_rows, hidden), tensor(3), tensor(config.mix_rows)
-    post_type, comb_type = tensor(tokens, hc), tensor(tokens, hc * hc)
 
     if outputs == "table":
 
@@ -133,8 +132,8 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
             fn: fn_type(),
             scale: scale_type(),
             base: base_type(),
-            post: post_type(),
-            comb: comb_type(),
+            post: T.Tensor((tokens, hc), "float32"),
+            comb: T.Tensor((tokens, hc * hc), "float32"),
             factor: T.Tensor((tokens, 2), "float32"),
         ):
             body(x, fn, scale, base, None, None, post, comb, None, factor)
@@ -149,7 +148,7 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
             scale: scale_type(),
             base: base_type(),
             weight: weight_type(),
-            post: post_type(),
+            post: T.Tensor((tokens, hc), "float32"),
             layer_input: row_type(),
         ):
             body(x, fn, scale, base, weight, None, post, None, layer_input, None)
@@ -164,11 +163,11 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
         base: base_type(),
         weight: weight_type(),
         residual: T.Tensor((tokens, hc, hidden), "bfloat16"),
-        post: post_type(),
-        comb: comb_type(),
+        post: T.Tensor((tokens, hc, 1), "float32"),
+        comb: T.Tensor((tokens, hc, hc), "float32"),
         layer_input: row_type(),
     ):
-        body(x, fn, scale, base, weight, residual, post, comb, layer_input, None)
+        body(x, fn, scale, base, weight, residual, *flat(config, tokens, post, comb), layer_input, None)
 
     return fused_kernel
 

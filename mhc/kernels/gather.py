@@ -4,6 +4,7 @@ import tilelang.language as T
 
 from mhc.config import MHCConfig
 from mhc.kernels.gates import scale_row
+from mhc.kernels.parts import flat
 
 
 def gather(config: MHCConfig, has_norm: bool, collapsed: bool, id_dtype: str):
@@ -14,7 +15,8 @@ def gather(config: MHCConfig, has_norm: bool, collapsed: bool, id_dtype: str):
     Args:
         config: shapes and constants.
         has_norm: whether the layer input is RMS-normed (else `weight` is not read).
-        collapsed: residual is x itself, [T, 1, H], and no comb is written; else [T, hc, H] and [T, hc * hc].
+        collapsed: residual is x itself, [T, H], post is [T, hc] and no comb is taken or returned; else they are
+            [T, hc, H], [T, hc, 1] and [T, hc, hc].
         id_dtype: of the ids, "int64" or "int32" (as servers keep them: a cast ahead would cost a launch).
     """
     hidden, hc = config.hidden_size, config.hc_mult
@@ -22,19 +24,8 @@ def gather(config: MHCConfig, has_norm: bool, collapsed: bool, id_dtype: str):
     threads = 128
     tokens, vocab = T.dynamic("tokens"), T.dynamic("vocab")
 
-    @T.prim_func
-    def gather_kernel(
-        ids: T.Tensor((tokens,), id_dtype),
-        embedding: T.Tensor((vocab, hidden), "bfloat16"),
-        table_post: T.Tensor((vocab, hc), "float32"),
-        table_comb: T.Tensor((vocab, hc * hc), "float32"),
-        table_factor: T.Tensor((vocab, 2), "float32"),
-        weight: T.Tensor((hidden,), "bfloat16"),
-        residual: T.Tensor((tokens, copies, hidden), "bfloat16"),
-        post: T.Tensor((tokens, hc), "float32"),
-        comb: T.Tensor((tokens, hc * hc), "float32"),
-        layer_input: T.Tensor((tokens, hidden), "bfloat16"),
-    ):
+    @T.macro
+    def body(ids, embedding, table_post, table_comb, table_factor, weight, residual, post, comb, layer_input):
         with T.Kernel(tokens, T.ceildiv(hidden, threads * 8), threads=threads) as (token, block):
             tid = T.get_thread_binding()
             col = (block * threads + tid) * 8
@@ -70,5 +61,66 @@ def gather(config: MHCConfig, has_norm: bool, collapsed: bool, id_dtype: str):
             if not collapsed:  # noqa: SIM102 (known to the compiler, unlike the next)
                 if block == 0 and tid < hc * hc:
                     comb[token, tid] = T.if_then_else(known, table_comb[row, tid], float("nan"))
+
+    # a tensor type a parameter: TileLang names a buffer after its parameter
+    def tensor(*shape, dtype="float32"):
+        return lambda: T.Tensor(shape, dtype)
+
+    ids_type, row_type = tensor(tokens, dtype=id_dtype), tensor(tokens, hidden, dtype="bfloat16")
+    embedding_type, weight_type = tensor(vocab, hidden, dtype="bfloat16"), tensor(hidden, dtype="bfloat16")
+    post_type, comb_type, factor_type = tensor(vocab, hc), tensor(vocab, hc * hc), tensor(vocab, 2)
+
+    if collapsed:
+
+        @T.prim_func
+        def gather_collapsed_kernel(
+            ids: ids_type(),
+            embedding: embedding_type(),
+            table_post: post_type(),
+            table_factor: factor_type(),
+            weight: weight_type(),
+            residual: row_type(),
+            post: T.Tensor((tokens, hc), "float32"),
+            layer_input: row_type(),
+        ):
+            body(
+                ids,
+                embedding,
+                table_post,
+                table_post,
+                table_factor,
+                weight,
+                T.reshape(residual, (tokens, 1, hidden)),
+                post,
+                post,
+                layer_input,
+            )
+
+        return gather_collapsed_kernel
+
+    @T.prim_func
+    def gather_kernel(
+        ids: ids_type(),
+        embedding: embedding_type(),
+        table_post: post_type(),
+        table_comb: comb_type(),
+        table_factor: factor_type(),
+        weight: weight_type(),
+        residual: T.Tensor((tokens, hc, hidden), "bfloat16"),
+        post: T.Tensor((tokens, hc, 1), "float32"),
+        comb: T.Tensor((tokens, hc, hc), "float32"),
+        layer_input: row_type(),
+    ):
+        body(
+            ids,
+            embedding,
+            table_post,
+            table_comb,
+            table_factor,
+            weight,
+            residual,
+            *flat(config, tokens, post, comb),
+            layer_input,
+        )
 
     return gather_kernel

@@ -101,6 +101,16 @@ class Plan:
         return -(-self.sums // 4) * 4
 
 
+def flat(config: MHCConfig, tokens, post, comb):
+    """post [T, hc, 1] and comb [T, hc, hc] as [T, hc] and [T, hc * hc].
+
+    Parameters have the shapes that callers know: a view in torch takes a microsecond of host time, one here takes none.
+    To be passed on as it is: TileLang would rename what is assigned to a variable.
+    """
+    hc = config.hc_mult
+    return T.reshape(post, (tokens, hc)), T.reshape(comb, (tokens, hc * hc))
+
+
 @T.macro
 def send(buffer, count, dst, src, arrived, rank):
     """Copy `count` floats from flat `src` to flat `dst` of shared memory, in block `rank`, whose barrier counts them.

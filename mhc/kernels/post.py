@@ -4,7 +4,10 @@ import tilelang.language as T
 
 
 def post_map(hidden: int, hc: int, collapsed: bool):
-    """o [T, H], r [T, hc, H] (x [T, 1, H] if `collapsed`), post [T, hc], comb [T, hc * hc] -> out [T, hc, H]."""
+    """o [T, H], r [T, hc, H], post [T, hc, 1], comb [T, hc, hc] -> out [T, hc, H].
+
+    With `collapsed` o, x [T, H] and post [T, hc].
+    """
     threads = 128
     sources = 1 if collapsed else hc
     tokens = T.dynamic("tokens")
@@ -43,16 +46,13 @@ def post_map(hidden: int, hc: int, collapsed: bool):
     def stream_type():
         return T.Tensor((tokens, hc, hidden), "bfloat16")
 
-    def post_type():
-        return T.Tensor((tokens, hc), "float32")
-
     if collapsed:
 
         @T.prim_func
         def post_collapsed_kernel(
-            o: row_type(), x: T.Tensor((tokens, 1, hidden), "bfloat16"), post: post_type(), out: stream_type()
+            o: row_type(), x: row_type(), post: T.Tensor((tokens, hc), "float32"), out: stream_type()
         ):
-            body(o, x, post, post, out)
+            body(o, T.reshape(x, (tokens, 1, hidden)), post, post, out)
 
         return post_collapsed_kernel
 
@@ -60,10 +60,11 @@ def post_map(hidden: int, hc: int, collapsed: bool):
     def post_kernel(
         o: row_type(),
         r: stream_type(),
-        post: post_type(),
-        comb: T.Tensor((tokens, hc * hc), "float32"),
+        post: T.Tensor((tokens, hc, 1), "float32"),
+        comb: T.Tensor((tokens, hc, hc), "float32"),
         out: stream_type(),
     ):
-        body(o, r, post, comb, out)
+        # views in torch would cost host time
+        body(o, r, T.reshape(post, (tokens, hc)), T.reshape(comb, (tokens, hc * hc)), out)
 
     return post_kernel

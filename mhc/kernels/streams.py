@@ -17,6 +17,7 @@ from mhc.kernels.parts import (
     Plan,
     comb_warp,
     exchange,
+    flat,
     mix,
     sync_workers,
 )
@@ -100,7 +101,7 @@ def write_layer_input(plan, has_norm, tile_smem, square, weight, layer_input, pa
 
 
 def streams(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source: str):
-    """Streams -> (new streams, post [T, hc], comb [T, hc * hc],) layer_input [T, H].
+    """Streams -> (new streams, post [T, hc, 1], comb [T, hc, hc],) layer_input [T, H].
 
     Args:
         config: shapes and constants.
@@ -209,7 +210,7 @@ def streams(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source:
         return lambda: T.Tensor(shape, dtype)
 
     stream_type, row_type = tensor(tokens, hc, hidden, dtype="bfloat16"), tensor(tokens, hidden, dtype="bfloat16")
-    post_type, comb_type = tensor(tokens, hc), tensor(tokens, hc * hc)
+    post_type, comb_type = tensor(tokens, hc, 1), tensor(tokens, hc, hc)
     fn_type, weight_type = tensor(rows, hc * hidden), tensor(hidden, dtype="bfloat16")
     scale_type, base_type = tensor(scales), tensor(rows)
 
@@ -235,7 +236,7 @@ def streams(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source:
             comb: comb_type(),
             layer_input: row_type(),
         ):
-            body(r, r, base, base, fn, scale, base, weight, r, post, comb, layer_input)
+            body(r, r, base, base, fn, scale, base, weight, r, *flat(config, tokens, post, comb), layer_input)
 
         return pre_kernel
 
@@ -244,8 +245,8 @@ def streams(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source:
         @T.prim_func
         def post_pre_collapsed_kernel(
             o: row_type(),
-            x: T.Tensor((tokens, 1, hidden), "bfloat16"),
-            old_post: post_type(),
+            x: row_type(),
+            old_post: T.Tensor((tokens, hc), "float32"),
             fn: fn_type(),
             scale: scale_type(),
             base: base_type(),
@@ -255,7 +256,19 @@ def streams(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source:
             comb: comb_type(),
             layer_input: row_type(),
         ):
-            body(o, x, old_post, base, fn, scale, base, weight, out, post, comb, layer_input)
+            body(
+                o,
+                T.reshape(x, (tokens, 1, hidden)),
+                old_post,
+                base,
+                fn,
+                scale,
+                base,
+                weight,
+                out,
+                *flat(config, tokens, post, comb),
+                layer_input,
+            )
 
         return post_pre_collapsed_kernel
 
@@ -274,6 +287,17 @@ def streams(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source:
         comb: comb_type(),
         layer_input: row_type(),
     ):
-        body(o, r, old_post, old_comb, fn, scale, base, weight, out, post, comb, layer_input)
+        body(
+            o,
+            r,
+            *flat(config, tokens, old_post, old_comb),
+            fn,
+            scale,
+            base,
+            weight,
+            out,
+            *flat(config, tokens, post, comb),
+            layer_input,
+        )
 
     return post_pre_kernel

@@ -49,7 +49,7 @@ def project_slices(config: MHCConfig, tile: int):
 
 
 def finish(config: MHCConfig, has_norm: bool):
-    """x [T, H], part [1, 8, T, M + 1] -> residual [T, hc, H], post [T, hc], comb [T, hc * hc], layer_input [T, H]."""
+    """x [T, H], part [1, 8, T, M + 1] -> residual [T, hc, H], post [T, hc, 1], comb [T, hc, hc], layer_input [T, H]."""
     hidden, hc, rows = config.hidden_size, config.hc_mult, config.mix_rows
     plan = Plan(config, 1, 1, rows)
     threads = 128
@@ -63,8 +63,8 @@ def finish(config: MHCConfig, has_norm: bool):
         base: T.Tensor((rows,), "float32"),
         weight: T.Tensor((hidden,), "bfloat16"),
         residual: T.Tensor((tokens, hc, hidden), "bfloat16"),
-        post: T.Tensor((tokens, hc), "float32"),
-        comb: T.Tensor((tokens, hc * hc), "float32"),
+        post: T.Tensor((tokens, hc, 1), "float32"),
+        comb: T.Tensor((tokens, hc, hc), "float32"),
         layer_input: T.Tensor((tokens, hidden), "bfloat16"),
     ):
         with T.Kernel(tokens, threads=threads) as token:
@@ -83,14 +83,14 @@ def finish(config: MHCConfig, has_norm: bool):
             if tid < hc:
                 # post = post_mult * sigmoid(m * scale[1] + base)
                 z = sums[0, hc + tid] * rstd * scale[1] + base[hc + tid]
-                post[token, tid] = config.post_mult * sigmoid(z)
+                post[token, tid, 0] = config.post_mult * sigmoid(z)
             if tid == 0:
                 # comb = sinkhorn(m * scale[2] + base)
                 for q in T.unroll(hc * hc):
                     c[q] = sums[0, 2 * hc + q] * rstd * scale[2] + base[2 * hc + q]
                 sinkhorn(plan, c)
                 for q in T.unroll(hc * hc):
-                    comb[token, q] = c[q]
+                    comb[token, q // hc, q % hc] = c[q]
             # P = sum_j sigmoid(m * scale[0] + base) + pre_eps;  mean((P * x)^2) = P^2 * mean(x^2)
             p[0] = 0.0
             for j in T.unroll(hc):

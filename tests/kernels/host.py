@@ -38,10 +38,9 @@ def launches_by_op(hidden: int) -> dict[str, list[dict[str, Any]]]:
 def refusals(hidden: int) -> dict[str, str]:
     """The errors of calls of the post kernel with one argument changed; none may launch."""
     p = problem(MHCConfig(hidden), TOKENS)
-    hc = p.config.hc_mult
     out = torch.empty_like(p.residual)
-    good = [p.output, p.residual, p.post.view(TOKENS, hc), p.comb.view(TOKENS, hc * hc), out]
-    run = stub(0, "post", hidden, hc, False)
+    good = [p.output, p.residual, p.post, p.comb, out]
+    run = stub(0, "post", hidden, p.config.hc_mult, False)
     run(*good)
     assert len(taken_launches()) == 1
 

@@ -160,12 +160,11 @@ def table_op(collapsed: bool) -> Op:
         table = (post, comb, factor)
         cuda.table_rows(p.x, p.fn_broadcast, p.scale, p.base, p.config, table)
         ids = torch.arange(vocab, device=p.x.device)
-        got = cuda.gather(ids, p.x, table, p.norm_weight, p.config, collapsed)
-        return (got[0], got[1], got[3]) if collapsed else got
+        return (cuda.gather_collapsed if collapsed else cuda.gather)(ids, p.x, table, p.norm_weight, p.config)
 
     def value(p: Problem, _: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         residual, post, comb, y = _pre_broadcast(p, True)
-        return (p.x.unsqueeze(1), post, y) if collapsed else (residual, post, comb, y)
+        return (p.x, post.squeeze(-1), y) if collapsed else (residual, post, comb, y)
 
     return Op(
         f"table{'-collapsed' if collapsed else ''}", call, value, (None, 0, 2) if collapsed else (None, 0, 0, 2), 2
@@ -175,14 +174,14 @@ def table_op(collapsed: bool) -> Op:
 def gather_op(norm: bool, collapsed: bool, id_dtype: torch.dtype = torch.int64) -> Op:
     def call(p: Problem) -> tuple[Tensor, ...]:
         table = (p.table_post, p.table_comb, p.table_factor)
-        got = cuda.gather(p.ids.to(id_dtype), p.embedding, table, p.norm_weight if norm else None, p.config, collapsed)
-        return (got[0], got[1], got[3]) if collapsed else got
+        look_up = cuda.gather_collapsed if collapsed else cuda.gather
+        return look_up(p.ids.to(id_dtype), p.embedding, table, p.norm_weight if norm else None, p.config)
 
     def value(p: Problem, _: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hc, x, factor = p.config.hc_mult, p.embedding[p.ids], p.table_factor[p.ids]
         y = factor[:, :1] * x * (factor[:, 1:] * p.norm_weight if norm else 1)
-        post, comb = p.table_post[p.ids].unsqueeze(-1), p.table_comb[p.ids].view(-1, hc, hc)
-        return (x.unsqueeze(1), post, y) if collapsed else (reference.expand(x, hc), post, comb, y)
+        post, comb = p.table_post[p.ids], p.table_comb[p.ids].view(-1, hc, hc)
+        return (x, post, y) if collapsed else (reference.expand(x, hc), post.unsqueeze(-1), comb, y)
 
     kind = "" if id_dtype == torch.int64 else "-int32"
     name = f"gather{kind}{'-collapsed' if collapsed else ''}{'' if norm else '-unnormed'}"
