@@ -76,6 +76,7 @@ def test_kernels_compiled_in_other_processes_are_found_for_a_while() -> None:
         with export.compiled_ahead(kernels, "sm_90a", 2):  # which finds them there and starts no process
             assert [len(list(folder.iterdir())) for folder in export._folders] == [2, 0]
     assert export.load(TARGET, *POST) is None
+    assert not export._folders
     with (
         pytest.raises(RuntimeError, match="1 of 1 processes that compile kernels failed"),
         export.compiled_ahead([("no such kernel",)], "sm_90a", 2),
