@@ -82,6 +82,7 @@ def factory(name: str) -> Callable[..., Any]:
     from mhc.kernels.fused import fused
     from mhc.kernels.gather import gather
     from mhc.kernels.post import post_map
+    from mhc.kernels.resident import resident
     from mhc.kernels.streams import streams
     from mhc.kernels.two_launch import finish, project_slices
 
@@ -91,6 +92,7 @@ def factory(name: str) -> Callable[..., Any]:
         "gather": gather,
         "post": post_map,
         "project": project_slices,
+        "resident": resident,
         "streams": streams,
     }
     return factories[name]

@@ -122,6 +122,17 @@ static void bulk_copy(void* to, const void* from, int rank, size_t bytes, const 
     in_flight.push_back(b);
 }
 
+// A bulk copy from global into the block's own shared memory; its mbarrier has been told the bytes.
+static void bulk_load(void* to, const void* from, size_t bytes, const void* barrier) {
+  if (bytes % 16 || (uintptr_t)to % 16 || (uintptr_t)from % 16) fail("bulk copies move aligned units of 16 bytes");
+  shared_offset((char*)to + bytes - 1);
+  Bulk b = {self->block, self->block, &mbarrier(*self->block, shared_offset(barrier)), {to, from, bytes}};
+  if (lands_at_once())
+    land(b);
+  else
+    in_flight.push_back(b);
+}
+
 // ---- running ----
 
 // What a launch lives in. Not local to `run`, which a failing launch leaves by a jump.
