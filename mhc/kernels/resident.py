@@ -77,8 +77,8 @@ class Shape:
 
     @property
     def wide(self) -> int:
-        """Floats a token for the block that computes its post and comb: all sums, padded."""
-        return -(-self.sums // 4) * 4
+        """Floats a token for the block that computes its post and comb: their rows and the sum of squares, padded."""
+        return -(-(self.sums - self.streams) // 4) * 4
 
     @property
     def narrow(self) -> int:
@@ -305,22 +305,24 @@ def dot(shape, x, square, fn_smem, full, partial, warp_square, tid):
         square[h] = square[h] + T.shfl_xor(square[h], 2)
         if quad == 0 and h * 8 + row < shape.tile:
             warp_square[warp, h * 8 + row] = square[h]
-    # Warps w and w + 8 each hand the other one of every two sums. Stored without a condition, or the compiler would
-    # put off all the additions until it knows whether they are needed.
+    # warps w and w + 8 each hand the other one of every two sums
     slot = warp % SLOTS
     upper = warp // SLOTS
     for h in T.unroll(shape.eights):
         for n in T.unroll(shape.row_tiles):
             at = (h // 2 * shape.row_tiles + n) * 4 + h % 2 * 2
-            partial[slot, h * 8 + row, n * 8 + quad * 2 + 1 - upper] = T.if_then_else(
-                upper != 0, total[at], total[at + 1]
-            )
+            if h * 8 + row < shape.tile:
+                partial[slot, h * 8 + row, n * 8 + quad * 2 + 1 - upper] = T.if_then_else(
+                    upper != 0, total[at], total[at + 1]
+                )
     sync()
     for h in T.unroll(shape.eights):
         for n in T.unroll(shape.row_tiles):
             at = (h // 2 * shape.row_tiles + n) * 4 + h % 2 * 2
             kept = T.if_then_else(upper != 0, total[at + 1], total[at])
-            partial[slot, h * 8 + row, n * 8 + quad * 2 + upper] = kept + partial[slot, h * 8 + row, n * 8 + quad * 2 + upper]
+            if h * 8 + row < shape.tile:
+                m = n * 8 + quad * 2 + upper
+                partial[slot, h * 8 + row, m] = kept + partial[slot, h * 8 + row, m]
     sync()
 
 
@@ -346,8 +348,8 @@ def stage(shape, partial, warp_square, to_all, to_owner, buffer, parity, tid):
                 to_all[buffer, t, m] = value[0]
             elif m == rows:
                 to_all[buffer, t, hc] = value[0]
-            if rows > hc:
-                to_owner[parity, t % CLUSTER, t // CLUSTER, m] = value[0]
+            if rows > hc and m >= hc:
+                to_owner[parity, t % CLUSTER, t // CLUSTER, m - hc] = value[0]
     T.fence_proxy_async()
     sync()
 
@@ -467,26 +469,27 @@ def own_mixes(shape, at_owner, own, owned, scale, base, post, comb, step, last, 
     c = T.alloc_local((hc * hc,), "float32")
     total = T.alloc_local((1,), "float32")
     T.mbarrier_wait_parity(owned[parity], step // 2 % 2)
-    for i in T.unroll(T.ceildiv(shape.owned * shape.sums, 32)):
+    sums = shape.sums - hc
+    for i in T.unroll(T.ceildiv(shape.owned * sums, 32)):
         q = i * 32 + lane
-        if q < shape.owned * shape.sums:
+        if q < shape.owned * sums:
             total[0] = 0.0
             for b in T.unroll(CLUSTER):
-                total[0] += at_owner[parity, b, q // shape.sums, q % shape.sums]
-            own[q // shape.sums, q % shape.sums] = total[0]
+                total[0] += at_owner[parity, b, q // sums, q % sums]
+            own[q // sums, q % sums] = total[0]
     T.sync_warp()
     if step < last:
         T.named_barrier_arrive(2, THREADS)  # two steps on, the sums are overwritten
     t = lane * CLUSTER + rank
     if lane < shape.owned and t < shape.tile and t0 + t < tokens:
         # m *= rsqrt(mean(flat(r)^2) + rms_eps)
-        rstd = T.rsqrt(own[lane, shape.rows] / (hc * shape.config.hidden_size) + shape.config.rms_eps)
+        rstd = T.rsqrt(own[lane, sums - 1] / (hc * shape.config.hidden_size) + shape.config.rms_eps)
         for k in T.unroll(hc):
             # post = post_mult * sigmoid(m * scale[1] + base)
-            z = own[lane, hc + k] * rstd * scale[1] + base[hc + k]
+            z = own[lane, k] * rstd * scale[1] + base[hc + k]
             post[t0 + t, k] = shape.config.post_mult * sigmoid(z)
         for q in T.unroll(hc * hc):
-            c[q] = own[lane, 2 * hc + q] * rstd * scale[2] + base[2 * hc + q]
+            c[q] = own[lane, hc + q] * rstd * scale[2] + base[2 * hc + q]
         sinkhorn(shape, c)
         for i in T.unroll(hc):
             for j in T.vectorized(hc) if hc % 2 == 0 else T.unroll(hc):
@@ -513,12 +516,12 @@ def resident(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source
             rank = block % CLUSTER
             # 4 floats of padding put the 8 rows of a tensor core fragment into different banks
             fn_smem = T.alloc_shared((hc, rows, shape.cols + 4), "float32")
-            partial = T.alloc_shared((SLOTS, shape.eights * 8, shape.row_tiles * 8 + 2), "float32")
+            partial = T.alloc_shared((SLOTS, tile, shape.row_tiles * 8), "float32")
             to_all = T.alloc_shared((shape.buffers, tile, shape.narrow), "float32")
             at_all = T.alloc_shared((shape.buffers, CLUSTER, tile, shape.narrow), "float32")
             to_owner = T.alloc_shared((2, CLUSTER, shape.owned, shape.wide), "float32")
             at_owner = T.alloc_shared((2, CLUSTER, shape.owned, shape.wide), "float32")
-            own = T.alloc_shared((shape.owned, shape.sums), "float32")
+            own = T.alloc_shared((shape.owned, shape.wide), "float32")
             pre = T.alloc_shared((tile, hc), "float32")
             warp_square = T.alloc_shared((WARPS, tile), "float32")
             own_square = T.alloc_shared((shape.padded,), "float32")
