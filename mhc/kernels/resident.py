@@ -1,8 +1,12 @@
-"""The pre on materialised streams in one launch, alone or behind a post, with the tile in registers and `fn` resident.
+"""The pre on materialised streams in one launch, alone or behind a post, with `fn` resident in shared memory.
 
-A block copies its slice of `fn` into shared memory once, by the copy engine, while its first streams load. The streams
-live in the registers of the lanes that feed them to the tensor cores: a lane holds 8 adjacent columns of the same place
-in every stream, so the post map before and the collapse behind need no other lane.
+A block copies its slice of `fn` into shared memory once. The streams live in the registers of the lanes that feed them
+to the tensor cores: a lane holds 8 adjacent columns of the same place in every stream, so the post map before and the
+collapse behind need no other lane.
+
+Exchanges between the blocks of a cluster are off the chain. A step projects tile s, then collapses tile s - 1, whose
+sums have arrived since, and writes tile s - 2, whose norm has. The streams are read again for the collapse, from the L2
+cache: the registers are not many enough for two tiles.
 
 Letters: S = H / 8 columns a block; a group is 32 columns of every stream, a warp's work; a lane of a group has row
 `lane / 4` of each 8 tokens and columns `8 * (lane % 4)` on.
@@ -11,7 +15,6 @@ Letters: S = H / 8 columns a block; a group is 32 columns of every stream, a war
 from dataclasses import dataclass
 
 import tilelang.language as T
-from tvm import tirx
 
 from mhc.config import MHCConfig
 from mhc.kernels.parts import CLUSTER, send, sigmoid
@@ -20,7 +23,6 @@ from mhc.kernels.tensor import multiply
 
 WARPS = 16
 WORKERS = WARPS * 32
-THREADS = WORKERS + 32  # the last warp fetches `fn` and computes comb
 SLOTS = 8  # of partial sums; two warps share one
 
 
@@ -39,19 +41,44 @@ class Shape:
 
     Args:
         config: shapes and constants.
-        tile: tokens a cluster works on at a time, at most 32.
+        tile: tokens a cluster works on at a time, 8 or 16: a tensor core takes 8.
         rows: mixing rows computed.
-        buffers: of what blocks send each other; one does if a second exchange follows.
+        source: see `streams`.
+        spare: whether a warp beside the workers computes post and comb.
     """
 
     config: MHCConfig
     tile: int
     rows: int
-    buffers: int
+    source: str
+    spare: bool
+
+    @property
+    def threads(self) -> int:
+        return WORKERS + 32 * self.spare
+
+    @property
+    def batch(self) -> int:
+        """Steps whose comb is computed at once, a lane a token: a worker should seldom."""
+        return 1 if self.spare else 32 // self.owned
 
     @property
     def streams(self) -> int:
         return self.config.hc_mult
+
+    @property
+    def is_post(self) -> bool:
+        return self.source.startswith("post_pre")
+
+    @property
+    def sources(self) -> int:
+        """Streams read: an embedding's are equal."""
+        return 1 if self.source == "post_pre_collapsed" else self.streams
+
+    @property
+    def gates(self) -> int:
+        """Floats a token of the post map: post and comb."""
+        return (self.streams if self.source == "post_pre_collapsed" else self.streams * (1 + self.streams)) * self.is_post
 
     @property
     def cols(self) -> int:
@@ -65,34 +92,47 @@ class Shape:
     @property
     def eights(self) -> int:
         """Rows of a tile a lane."""
-        return -(-self.tile // 8)
+        return self.tile // 8
 
     @property
     def row_tiles(self) -> int:
+        """Tiles of 8 rows of `fn`."""
         return -(-self.rows // 8)
 
     @property
-    def sums(self) -> int:
-        return self.rows + 1
+    def pairs(self) -> int:
+        """Pairs of row tiles, which fill a tensor core's 16 rows."""
+        return self.row_tiles // 2
 
     @property
-    def wide(self) -> int:
-        """Floats a token for the block that computes its post and comb: their rows and the sum of squares, padded."""
-        return -(-(self.sums - self.streams) // 4) * 4
+    def totals(self) -> int:
+        """Sums of a lane for 8 tokens."""
+        return self.row_tiles * 2
+
+    @property
+    def mixes(self) -> int:
+        """Floats a token for the block that computes its post and comb, of none or a multiple of 4."""
+        return self.rows - self.streams
 
     @property
     def narrow(self) -> int:
-        """Floats a token for every block: the pre rows and the sum of squares, padded."""
-        return -(-(self.streams + 1) // 4) * 4
+        """Floats a token for every block: the pre rows and the sum of squares."""
+        return self.streams + 1
 
     @property
     def owned(self) -> int:
-        """Tokens of a tile a block owns."""
-        return -(-self.tile // CLUSTER)
+        """Tokens of a tile a block owns: t = rank, rank + 8."""
+        return self.tile // CLUSTER
 
     @property
-    def padded(self) -> int:
-        return -(-self.tile // 4) * 4
+    def wide(self) -> int:
+        """Floats of a block's owned tokens, padded: the copy engine moves multiples of 16 bytes."""
+        return max(-(-self.owned * self.mixes // 4) * 4, 4)
+
+
+def share(total, among, i):
+    """Where the `i`th of `among` equal shares of `total` begins."""
+    return i * (total // among) + T.min(i, total % among)
 
 
 @T.macro
@@ -101,43 +141,36 @@ def sync():
 
 
 @T.macro
-def fetch_fn(shape, fn, fn_smem, full, rank, lane):
-    """fn_smem[j, m, :] = this block's columns of stream j in row m; full[j] opens when a stream is there."""
+def fetch_fn(shape, fn, fn_smem, rank, tid):
+    """Start to copy this block's slice of `fn`, one stream after the other; each warp copies the columns it will read."""
     hc, rows, cols = shape.streams, shape.rows, shape.cols
-    if lane == 0:
-        for j in T.unroll(hc):
-            T.mbarrier_arrive_expect_tx(full[j], rows * cols * 4)
-    T.sync_warp()
-    for i in T.serial(T.ceildiv(rows * hc, 32)):
-        q = i * 32 + lane
-        if q < rows * hc:
-            T.evaluate(
-                tirx.call_intrin(
-                    "handle",
-                    tirx.op.Op.get("tl.tma_load"),
-                    T.access_ptr(fn_smem[q // rows, q % rows, 0], "w", extent=cols),
-                    T.access_ptr(fn[q % rows, q // rows * shape.config.hidden_size + rank * cols], "r", extent=cols),
-                    full[q // rows],
-                    cols * 4,
-                    0,
-                )
-            )
+    lane = tid % 32
+    for j in T.unroll(hc):
+        for g in T.unroll(shape.groups):
+            for i in T.unroll(T.ceildiv(rows, 4)):
+                m = i * 4 + lane // 8
+                col = (g * WARPS + tid // 32) * 32 + lane % 8 * 4
+                if m < rows and col < cols:
+                    T.ptx_cp_async(
+                        T.access_ptr(fn_smem[j, m, col], "w", extent=4),
+                        T.access_ptr(fn[m, j * shape.config.hidden_size + rank * cols + col], "r", extent=4),
+                        4,
+                    )
+        T.ptx_commit_group()
 
 
 @T.macro
-def prefetch(shape, source, o, r, rank, t0, tokens, lane):
-    """Bring the slices of `o` and `r` of the tile that begins at t0 into the L2 cache. One warp."""
+def prefetch(shape, o, r, rank, t0, end, warp, warps, lane):
+    """Bring the slices of `o` and `r` of the tile that begins at t0 into the L2 cache, a warp every `warps`th token."""
     cols = shape.cols
-    sources = 1 if source == "post_pre_collapsed" else shape.streams
-    if source.startswith("post_pre"):
-        for i in T.serial(T.ceildiv(shape.tile, 32)):
-            t = i * 32 + lane
-            if t < shape.tile and t0 + t < tokens:
-                bulk_prefetch(o[t0 + t, rank * cols], cols * 2)
-    for i in T.serial(T.ceildiv(shape.tile * sources, 32)):
-        t = (i * 32 + lane) // sources
-        if t < shape.tile and t0 + t < tokens:
-            bulk_prefetch(r[t0 + t, (i * 32 + lane) % sources, rank * cols], cols * 2)
+    for i in T.serial(T.ceildiv(shape.tile, warps)):
+        t = t0 + i * warps + warp
+        if t < end and t < t0 + shape.tile:
+            if lane < shape.sources:
+                bulk_prefetch(r[T.cast(t, "int64"), lane, rank * cols], cols * 2)
+            if shape.is_post:
+                if lane == shape.sources:
+                    bulk_prefetch(o[T.cast(t, "int64"), rank * cols], cols * 2)
 
 
 def bulk_prefetch(at, count):
@@ -159,434 +192,563 @@ def four(buffer, index):
 
 
 @T.macro
-def fill(shape, source, o, r, post, comb, out, x, square, rank, t0, tokens, tid):
-    """x = the new streams of this lane's tokens and columns, also written to `out`; square = its sums of squares.
-
-    The old streams load into the registers that will hold the new ones, all before the first is used.
-    """
-    hc, cols, eights = shape.streams, shape.cols, shape.eights
-    lane = tid % 32
-    warp = tid // 32
-    collapsed = source == "post_pre_collapsed"
-    sources = 1 if collapsed else hc
-    is_post = source.startswith("post_pre")
-    ob = T.alloc_local((shape.groups * eights * 4,), "uint32")
-    kb = T.alloc_local((2,), "bfloat16")
-    of = T.alloc_local((2,), "float32")
-    rf = T.alloc_local((sources * 2,), "float32")
-    p = T.alloc_local((hc,), "float32")
-    c = T.alloc_local((hc * hc,), "float32")
-    value = T.alloc_local((2,), "float32")
-    for g in T.unroll(shape.groups):
-        for h in T.unroll(eights):
-            t = h * 8 + lane // 4
-            col = (g * WARPS + warp) * 32 + lane % 4 * 8
-            some = col < cols and t < shape.tile and t0 + t < tokens
-            if is_post:
-                ob[T.Ramp((g * eights + h) * 4, 1, 4)] = T.ldg128(o[t0 + t, rank * cols + col], pred=some)
-            for j in T.unroll(sources):
-                x[T.Ramp(((g * hc + j) * eights + h) * 4, 1, 4)] = T.ldg128(
-                    r[t0 + t, j, rank * cols + col], pred=some
+def load_gates(shape, post, comb, gates, t0, end, tid):
+    """Start to copy gates[t] = post and comb of the post map."""
+    hc = shape.streams
+    vec = 4 if hc % 4 == 0 else 2 if hc % 2 == 0 else 1
+    units = shape.gates // vec
+    for i in T.unroll(T.ceildiv(shape.tile * units, WORKERS)):
+        q = i * WORKERS + tid
+        t = q // units
+        k = q % units * vec
+        if t < shape.tile and t0 + t < end:
+            if k < hc:
+                T.ptx_cp_async(
+                    T.access_ptr(gates[t, k], "w", extent=vec),
+                    T.access_ptr(post[T.cast(t0 + t, "int64"), k], "r", extent=vec),
+                    vec,
                 )
-    for h in T.unroll(eights):
-        t = h * 8 + lane // 4
-        square[h] = 0.0
-        if is_post:
-            for k in T.unroll(hc):
-                p[k] = 0.0
-            for k in T.unroll(hc * hc):
-                c[k] = 0.0
-            if t < shape.tile and t0 + t < tokens:
-                for k in T.vectorized(hc) if hc % 2 == 0 else T.unroll(hc):
-                    p[k] = post[t0 + t, k]
-                if not collapsed:
-                    for j in T.unroll(hc):
-                        for k in T.vectorized(hc) if hc % 2 == 0 else T.unroll(hc):
-                            c[j * hc + k] = comb[t0 + t, j * hc + k]
-        for g in T.unroll(shape.groups):
-            col = (g * WARPS + warp) * 32 + lane % 4 * 8
-            if is_post:
-                for q in T.unroll(4):
-                    of[0] = first(ob[(g * eights + h) * 4 + q])
-                    of[1] = second(ob[(g * eights + h) * 4 + q])
-                    for j in T.unroll(sources):
-                        rf[j * 2] = first(x[((g * hc + j) * eights + h) * 4 + q])
-                        rf[j * 2 + 1] = second(x[((g * hc + j) * eights + h) * 4 + q])
-                    for k in T.unroll(hc):
-                        # r'[k] = post_k * o + sum_j comb[j, k] * r[j]
-                        for e in T.unroll(2):
-                            value[e] = p[k] * of[e]
-                            if collapsed:
-                                value[e] += rf[e]
-                            else:
-                                for j in T.unroll(hc):
-                                    value[e] += c[j * hc + k] * rf[j * 2 + e]
-                        for e in T.vectorized(2):
-                            kb[e] = T.cast(value[e], "bfloat16")
-                        x[((g * hc + k) * eights + h) * 4 + q] = T.reinterpret(kb[T.Ramp(0, 1, 2)], "uint32")
-                if col < cols and t < shape.tile and t0 + t < tokens:
-                    for k in T.unroll(hc):
-                        T.stg128(out[t0 + t, k, rank * cols + col], four(x, ((g * hc + k) * eights + h) * 4))
-            for k in T.unroll(hc):
-                for q in T.unroll(4):
-                    value[0] = first(x[((g * hc + k) * eights + h) * 4 + q])
-                    value[1] = second(x[((g * hc + k) * eights + h) * 4 + q])
-                    for e in T.unroll(2):
-                        square[h] += value[e] * value[e]
+            elif shape.gates > hc:
+                T.ptx_cp_async(
+                    T.access_ptr(gates[t, k], "w", extent=vec),
+                    T.access_ptr(comb[T.cast(t0 + t, "int64"), k - hc], "r", extent=vec),
+                    vec,
+                )
+    T.ptx_commit_group()
 
 
 @T.macro
-def dot(shape, x, square, fn_smem, full, partial, warp_square, tid):
-    """partial[slot] = the sums of two warps: their shares of `flat(r) @ fn.T` and of `sum(flat(r)^2)`.
+def load(shape, count, source, x, rank, t0, end, tid):
+    """x[group, stream, eight, :] = `count` streams of this lane's tokens and columns, pairs of bf16."""
+    for g in T.unroll(shape.groups):
+        col = (g * WARPS + tid // 32) * 32 + tid % 4 * 8
+        for h in T.unroll(shape.eights):
+            t = t0 + h * 8 + tid % 32 // 4
+            for j in T.unroll(count):
+                x[T.Ramp(((g * shape.streams + j) * shape.eights + h) * 4, 1, 4)] = T.ldg128(
+                    source[t, j, rank * shape.cols + col], pred=col < shape.cols and t < end
+                )
 
-    bf16 streams are exact in tf32; `fn` is split into its tf32 part and the rest. The tensor core truncates as it
-    accumulates, so it only ever adds up 16 columns: all further sums are rounded fp32.
+
+@T.macro
+def load_o(shape, o, ob, rank, t0, end, tid):
+    for g in T.unroll(shape.groups):
+        col = (g * WARPS + tid // 32) * 32 + tid % 4 * 8
+        for h in T.unroll(shape.eights):
+            t = t0 + h * 8 + tid % 32 // 4
+            ob[T.Ramp((g * shape.eights + h) * 4, 1, 4)] = T.ldg128(
+                o[t, rank * shape.cols + col], pred=col < shape.cols and t < end
+            )
+
+
+@T.macro
+def post_map(shape, x, ob, gates, out, rank, t0, end, tid):
+    """x = the new streams of the old and of the output, in place, also written to `out`."""
+    hc, cols, eights = shape.streams, shape.cols, shape.eights
+    of = T.alloc_local((2,), "float32")
+    rf = T.alloc_local((shape.sources * 2,), "float32")
+    p = T.alloc_local((shape.gates,), "float32")
+    kb = T.alloc_local((2,), "bfloat16")
+    value = T.alloc_local((2,), "float32")
+    for h in T.unroll(eights):
+        t = h * 8 + tid % 32 // 4
+        for k in T.unroll(shape.gates // hc):
+            for e in T.vectorized(hc) if hc % 2 == 0 else T.unroll(hc):
+                p[k * hc + e] = gates[t, k * hc + e]
+        for g in T.unroll(shape.groups):
+            col = (g * WARPS + tid // 32) * 32 + tid % 4 * 8
+            for q in T.unroll(4):
+                of[0] = first(ob[(g * eights + h) * 4 + q])
+                of[1] = second(ob[(g * eights + h) * 4 + q])
+                for j in T.unroll(shape.sources):
+                    rf[j * 2] = first(x[((g * hc + j) * eights + h) * 4 + q])
+                    rf[j * 2 + 1] = second(x[((g * hc + j) * eights + h) * 4 + q])
+                for k in T.unroll(hc):
+                    # r'[k] = post_k * o + sum_j comb[j, k] * r[j]
+                    for e in T.unroll(2):
+                        value[e] = p[k] * of[e]
+                        if shape.sources == 1:
+                            value[e] += rf[e]
+                        else:
+                            for j in T.unroll(hc):
+                                value[e] += p[(1 + j) * hc + k] * rf[j * 2 + e]
+                    for e in T.vectorized(2):
+                        kb[e] = T.cast(value[e], "bfloat16")
+                    x[((g * hc + k) * eights + h) * 4 + q] = T.reinterpret(kb[T.Ramp(0, 1, 2)], "uint32")
+            if col < cols and t0 + t < end:
+                for k in T.unroll(hc):
+                    T.stg128(out[t0 + t, k, rank * cols + col], four(x, ((g * hc + k) * eights + h) * 4))
+
+
+@T.macro
+def wait_stream(hc, j, k):
+    """Wait until this lane's copies of stream j are there: the number of younger ones has to be a literal."""
+    if k < hc:
+        if j == k:
+            T.ptx_wait_group(hc - 1 - k)
+        wait_stream(hc, j, k + 1)
+
+
+@T.macro
+def dot(shape, x, fn_smem, total, square, tid):
+    """total = this warp's share of `flat(r) @ fn.T`, square = this lane's of `sum(flat(r)^2)`.
+
+    `fn` is the first operand, 8 tokens the second. bf16 streams are exact in tf32; `fn` is split into its tf32 part and
+    the rest. The tensor core truncates as it accumulates, so it only ever adds up 16 columns, small products first: all
+    further sums are rounded fp32.
 
     Column c of a lane's 8 plays k = lane % 4 + 4 * (c % 2) of product c / 2: any order of k is right if both operands
-    keep it.
+    keep it. A row tile without a partner stands above itself, its rest above its tf32 part.
     """
-    hc, cols = shape.streams, shape.cols
-    halves = T.ceildiv(shape.eights, 2)
-    lane = tid % 32
-    warp = tid // 32
-    row = lane // 4
-    quad = lane % 4
-    turned = T.alloc_local((shape.eights * 4,), "uint32")
-    a = T.alloc_local((halves * 16,), "float32")
-    w = T.alloc_local((8,), "float32")
-    high = T.alloc_local((8,), "float32")
-    low = T.alloc_local((8,), "float32")
+    hc, cols, pairs = shape.streams, shape.cols, shape.pairs
+    odd = shape.row_tiles % 2
+    row = tid % 32 // 4
+    quad = tid % 4
+    w = T.alloc_local((shape.row_tiles * 4,), "float32")
+    rest = T.alloc_local((shape.row_tiles * 4,), "float32")
+    high = T.alloc_local((pairs * 8 + odd * 8,), "float32")
+    low = T.alloc_local((max(pairs * 8, 1),), "float32")
+    b = T.alloc_local((4,), "float32")
     acc = T.alloc_local((4,), "float32")
-    total = T.alloc_local((shape.row_tiles * halves * 4,), "float32")
-    for i in T.unroll(shape.row_tiles * halves * 4):
+    for i in T.unroll(shape.eights * shape.totals):
         total[i] = 0.0
-    for i in T.unroll(halves * 16):
-        a[i] = 0.0
-    # A loop, or the compiler would put off all the additions and spill their operands; so `x` goes round, as registers
-    # have no index.
-    for unit in T.unroll(shape.groups * hc, unroll_factor=1):
-        j = unit % hc
-        T.mbarrier_wait_parity(full[j], 0)
-        if True:
-            col = (unit // hc * WARPS + warp) * 32 + quad * 8
-            for h in T.unroll(shape.eights):
-                for q in T.unroll(4):
-                    a[h // 2 * 16 + q * 4 + h % 2] = first(x[h * 4 + q])
-                    a[h // 2 * 16 + q * 4 + 2 + h % 2] = second(x[h * 4 + q])
-                    turned[h * 4 + q] = x[h * 4 + q]
-            for i in T.unroll((shape.groups * hc - 1) * shape.eights * 4):
-                x[i] = x[i + shape.eights * 4]
-            for i in T.unroll(shape.eights * 4):
-                x[(shape.groups * hc - 1) * shape.eights * 4 + i] = turned[i]
-            for n in T.unroll(shape.row_tiles):
-                if cols % (32 * WARPS) != 0:
-                    for e in T.unroll(8):
-                        w[e] = 0.0
-                if col < cols:
-                    for half in T.unroll(2):
+    for h in T.unroll(shape.eights):
+        square[h] = 0.0
+    for j in T.unroll(hc):
+        wait_stream(hc, j, 0)
+        T.sync_warp()
+        for g in T.unroll(shape.groups):
+            for half in T.unroll(2):
+                col = (g * WARPS + tid // 32) * 32 + quad * 8 + half * 4
+                for n in T.unroll(shape.row_tiles):
+                    if cols % (32 * WARPS) != 0:
+                        for e in T.unroll(4):
+                            w[n * 4 + e] = 0.0
+                    if col < cols:
                         for e in T.vectorized(4):
-                            w[half * 4 + e] = fn_smem[j, T.min(n * 8 + row, shape.rows - 1), col + half * 4 + e]
-                for e in T.unroll(8):
-                    # tf32 keeps 10 bits of mantissa
-                    bits = T.bitwise_and(T.reinterpret(w[e], "uint32"), T.uint32(0xFFFFE000))
-                    high[e] = T.reinterpret(bits, "float32")
-                    low[e] = w[e] - high[e]
-                for m in T.unroll(halves):
-                    for half in T.unroll(2):
+                            w[n * 4 + e] = fn_smem[j, T.min(n * 8 + row, shape.rows - 1), col + e]
+                    for e in T.unroll(4):
+                        # tf32 keeps 10 bits of mantissa
+                        bits = T.bitwise_and(T.reinterpret(w[n * 4 + e], "uint32"), T.uint32(0xFFFFE000))
+                        rest[n * 4 + e] = w[n * 4 + e] - T.reinterpret(bits, "float32")
+                        w[n * 4 + e] = T.reinterpret(bits, "float32")
+                # of product p, a lane's registers are columns 2 p (upper row, lower row), 2 p + 1 (upper row, lower row)
+                for e in T.unroll(4):
+                    for n in T.unroll(pairs * 2):
+                        high[n // 2 * 8 + e * 2 + n % 2] = w[n * 4 + e]
+                        low[n // 2 * 8 + e * 2 + n % 2] = rest[n * 4 + e]
+                    if odd:
+                        high[pairs * 8 + e * 2] = rest[pairs * 8 + e]
+                        high[pairs * 8 + e * 2 + 1] = w[pairs * 8 + e]
+                for h in T.unroll(shape.eights):
+                    for p in T.unroll(2):
+                        pair = x[((g * hc + j) * shape.eights + h) * 4 + half * 2 + p]
+                        b[p * 2] = first(pair)
+                        b[p * 2 + 1] = second(pair)
+                    for e in T.unroll(4):
+                        square[h] += b[e] * b[e]
+                    for n in T.unroll(pairs):
                         for e in T.unroll(4):
                             acc[e] = 0.0
-                        for product in T.unroll(2):
-                            multiply(a, m * 16 + (half * 2 + product) * 4, low, (half * 2 + product) * 2, acc, 0)
-                            multiply(a, m * 16 + (half * 2 + product) * 4, high, (half * 2 + product) * 2, acc, 0)
+                        for p in T.unroll(2):
+                            multiply(low, n * 8 + p * 4, b, p * 2, acc, 0)
+                        for p in T.unroll(2):
+                            multiply(high, n * 8 + p * 4, b, p * 2, acc, 0)
                         for e in T.unroll(4):
-                            total[(m * shape.row_tiles + n) * 4 + e] = total[(m * shape.row_tiles + n) * 4 + e] + acc[e]
+                            total[h * shape.totals + n * 4 + e] = total[h * shape.totals + n * 4 + e] + acc[e]
+                    if odd:
+                        for e in T.unroll(4):
+                            acc[e] = 0.0
+                        for p in T.unroll(2):
+                            multiply(high, pairs * 8 + p * 4, b, p * 2, acc, 0)
+                        for e in T.unroll(2):
+                            total[h * shape.totals + pairs * 4 + e] = total[h * shape.totals + pairs * 4 + e] + (
+                                acc[e] + acc[2 + e]
+                            )
     for h in T.unroll(shape.eights):
         square[h] = square[h] + T.shfl_xor(square[h], 1)
         square[h] = square[h] + T.shfl_xor(square[h], 2)
-        if quad == 0 and h * 8 + row < shape.tile:
-            warp_square[warp, h * 8 + row] = square[h]
-    # warps w and w + 8 each hand the other one of every two sums
-    slot = warp % SLOTS
-    upper = warp // SLOTS
-    for h in T.unroll(shape.eights):
-        for n in T.unroll(shape.row_tiles):
-            at = (h // 2 * shape.row_tiles + n) * 4 + h % 2 * 2
-            if h * 8 + row < shape.tile:
-                partial[slot, h * 8 + row, n * 8 + quad * 2 + 1 - upper] = T.if_then_else(
-                    upper != 0, total[at], total[at + 1]
-                )
-    sync()
-    for h in T.unroll(shape.eights):
-        for n in T.unroll(shape.row_tiles):
-            at = (h // 2 * shape.row_tiles + n) * 4 + h % 2 * 2
-            kept = T.if_then_else(upper != 0, total[at + 1], total[at])
-            if h * 8 + row < shape.tile:
-                m = n * 8 + quad * 2 + upper
-                partial[slot, h * 8 + row, m] = kept + partial[slot, h * 8 + row, m]
-    sync()
 
 
 @T.macro
-def stage(shape, partial, warp_square, to_all, to_owner, buffer, parity, tid):
-    """Add up the slots, and lay the sums out as they are sent."""
-    hc, rows, sums = shape.streams, shape.rows, shape.sums
+def hand_over(shape, total, square, partial, row_square, tid):
+    """The upper warps' sums into partial[warp - 8], every warp's squares into row_square."""
+    warp = tid // 32
+    if warp >= SLOTS:
+        for h in T.unroll(shape.eights):
+            for n in T.unroll(shape.row_tiles):
+                for e in T.vectorized(2):
+                    partial[warp - SLOTS, h, n * 8 + tid % 32 // 4, tid % 4 * 2 + e] = total[
+                        h * shape.totals + n * 2 + e
+                    ]
+    if tid % 4 == 0:
+        for h in T.unroll(shape.eights):
+            row_square[warp, h * 8 + tid % 32 // 4] = square[h]
+
+
+@T.macro
+def add_own(shape, total, partial, tid):
+    """The lower warps add theirs."""
+    warp = tid // 32
+    if warp < SLOTS:
+        for h in T.unroll(shape.eights):
+            for n in T.unroll(shape.row_tiles):
+                for e in T.vectorized(2):
+                    partial[warp, h, n * 8 + tid % 32 // 4, tid % 4 * 2 + e] = (
+                        partial[warp, h, n * 8 + tid % 32 // 4, tid % 4 * 2 + e] + total[h * shape.totals + n * 2 + e]
+                    )
+
+
+@T.macro
+def stage(shape, partial, row_square, at_all, to_owner, at_owner, parity, rank, tid):
+    """Add up the slots, and lay the sums out as they are sent; this block's own arrive so."""
+    hc, rows = shape.streams, shape.rows
+    sums = rows + 1
     value = T.alloc_local((1,), "float32")
     for i in T.unroll(T.ceildiv(shape.tile * sums, WORKERS)):
         q = i * WORKERS + tid
-        if q < shape.tile * sums:
-            t = q // sums
-            m = q % sums
+        t = q // (sums * 8) * 8 + q % 8
+        m = q // 8 % sums
+        if t < shape.tile:
             if m < rows:
-                value[0] = partial[0, t, m]
+                value[0] = partial[0, t // 8, m, t % 8]
                 for s in T.unroll(SLOTS - 1):
-                    value[0] += partial[s + 1, t, m]
+                    value[0] += partial[s + 1, t // 8, m, t % 8]
             else:
-                value[0] = warp_square[0, t]
+                value[0] = row_square[0, t]
                 for s in T.unroll(WARPS - 1):
-                    value[0] += warp_square[s + 1, t]
-            if m < hc:
-                to_all[buffer, t, m] = value[0]
-            elif m == rows:
-                to_all[buffer, t, hc] = value[0]
-            if rows > hc and m >= hc:
-                to_owner[parity, t % CLUSTER, t // CLUSTER, m - hc] = value[0]
+                    value[0] += row_square[s + 1, t]
+            if m < hc or m == rows:
+                at_all[parity, rank, t, T.min(m, hc)] = value[0]
+            elif shape.mixes > 0:
+                to_owner[parity, t % CLUSTER, t // CLUSTER * shape.mixes + m - hc] = value[0]
+                if t % CLUSTER == rank:
+                    at_owner[parity, rank, t // CLUSTER * shape.mixes + m - hc] = value[0]
     T.fence_proxy_async()
-    sync()
 
 
 @T.macro
-def pre_gates(shape, at_all, pre, scale, base, buffer, tid):
+def send_sums(shape, at_all, to_owner, at_owner, arrived, step, rank, tid):
+    """Warp w sends to block w: the sums every block needs, and those of the tokens that block w owns."""
+    peer = tid // 32
+    parity = step % 2
+    if tid % 32 == 0 and peer < CLUSTER and peer != rank:
+        size = shape.tile * shape.narrow
+        own = (parity * CLUSTER + rank) * size
+        send((at_all, at_all), size, own, own, arrived[parity], peer)
+        if shape.mixes > 0:
+            mixes, peers = (parity * CLUSTER + rank) * shape.wide, (parity * CLUSTER + peer) * shape.wide
+            send((to_owner, at_owner), shape.wide, mixes, peers, arrived[parity], peer)
+    if tid == rank * 32:
+        T.mbarrier_arrive(arrived[parity])  # the block's own are in place
+
+
+@T.macro
+def pre_gates(shape, at_all, pre, arrived, scale, base, step, tid):
     """pre[t, :] from the sums of all blocks, one warp a token."""
     hc = shape.streams
     lane = tid % 32
+    parity = step % 2
     total = T.alloc_local((1,), "float32")
+    factor = T.alloc_local((1,), "float32")
+    bias = T.alloc_local((1,), "float32")
+    factor[0] = scale[0]
+    bias[0] = base[T.min(lane, hc - 1)]
+    T.mbarrier_wait_parity(arrived[parity], step // 2 % 2)
     for i in T.unroll(T.ceildiv(shape.tile, WARPS)):
         t = i * WARPS + tid // 32
         if t < shape.tile:
             total[0] = 0.0
             if lane <= hc:
                 for b in T.unroll(CLUSTER):
-                    total[0] += at_all[buffer, b, t, lane]
+                    total[0] += at_all[parity, b, t, lane]
             mean_square = T.shfl_sync(total[0], hc) / (hc * shape.config.hidden_size)
             # m *= rsqrt(mean(flat(r)^2) + rms_eps);  pre = sigmoid(m * scale[0] + base) + pre_eps
             rstd = T.rsqrt(mean_square + shape.config.rms_eps)
             if lane < hc:
-                pre[t, lane] = sigmoid(total[0] * rstd * scale[0] + base[lane]) + shape.config.pre_eps
-    sync()
+                pre[t, lane] = sigmoid(total[0] * rstd * factor[0] + bias[0]) + shape.config.pre_eps
 
 
 @T.macro
-def collapse(shape, has_norm, x, pre, warp_square, own_square, square, squared, buffer, step, rank, tid):
-    """x of stream 0 = y = bf16(sum_j pre_j * r_j); every block gets this one's `sum(y^2)`."""
+def collapse(shape, has_norm, x, y, pre, y_square, tid):
+    """y = bf16(sum_j pre_j * r_j); y_square[warp, :] = its sums of squares."""
     hc = shape.streams
-    lane = tid % 32
-    warp = tid // 32
     yb = T.alloc_local((2,), "bfloat16")
-    y = T.alloc_local((2,), "float32")
+    value = T.alloc_local((2,), "float32")
     total = T.alloc_local((1,), "float32")
     gate = T.alloc_local((hc,), "float32")
     for h in T.unroll(shape.eights):
-        t = h * 8 + lane // 4
+        t = h * 8 + tid % 32 // 4
         total[0] = 0.0
-        if t < shape.tile:
-            for j in T.unroll(hc):
-                gate[j] = pre[t, j]
-            for g in T.unroll(shape.groups):
-                for q in T.unroll(4):
-                    y[0] = 0.0
-                    y[1] = 0.0
-                    for j in T.unroll(hc):
-                        y[0] += gate[j] * first(x[((g * hc + j) * shape.eights + h) * 4 + q])
-                        y[1] += gate[j] * second(x[((g * hc + j) * shape.eights + h) * 4 + q])
-                    for e in T.vectorized(2):
-                        yb[e] = T.cast(y[e], "bfloat16")
-                    x[(g * hc * shape.eights + h) * 4 + q] = T.reinterpret(yb[T.Ramp(0, 1, 2)], "uint32")
-                    y[0] = first(x[(g * hc * shape.eights + h) * 4 + q])
-                    y[1] = second(x[(g * hc * shape.eights + h) * 4 + q])
-                    total[0] += y[0] * y[0]
-                    total[0] += y[1] * y[1]
+        for j in T.unroll(hc):
+            gate[j] = pre[t, j]
+        for g in T.unroll(shape.groups):
+            for q in T.unroll(4):
+                value[0] = 0.0
+                value[1] = 0.0
+                for j in T.unroll(hc):
+                    value[0] += gate[j] * first(x[((g * hc + j) * shape.eights + h) * 4 + q])
+                    value[1] += gate[j] * second(x[((g * hc + j) * shape.eights + h) * 4 + q])
+                for e in T.vectorized(2):
+                    yb[e] = T.cast(value[e], "bfloat16")
+                y[(g * shape.eights + h) * 4 + q] = T.reinterpret(yb[T.Ramp(0, 1, 2)], "uint32")
+                value[0] = first(y[(g * shape.eights + h) * 4 + q])
+                value[1] = second(y[(g * shape.eights + h) * 4 + q])
+                total[0] += value[0] * value[0]
+                total[0] += value[1] * value[1]
         if has_norm:
             total[0] = total[0] + T.shfl_xor(total[0], 1)
             total[0] = total[0] + T.shfl_xor(total[0], 2)
-            if lane % 4 == 0 and t < shape.tile:
-                warp_square[warp, t] = total[0]
-    if has_norm:
-        sync()
-        if warp == 0:
-            if lane < shape.tile:
-                total[0] = warp_square[0, lane]
-                for i in T.unroll(WARPS - 1):
-                    total[0] += warp_square[i + 1, lane]
-                own_square[lane] = total[0]
-            T.fence_proxy_async()
-            T.sync_warp()
-            if lane < CLUSTER:
-                send((own_square, square), shape.padded, rank * shape.padded, 0, squared[0], lane)
+            if tid % 4 == 0:
+                y_square[tid // 32, t] = total[0]
 
 
 @T.macro
-def write(shape, has_norm, x, square, squared, weight, layer_input, step, rank, t0, tokens, tid):
-    """layer_input = y * rsqrt(mean(y^2) + norm_eps) * weight."""
-    hc, cols = shape.streams, shape.cols
+def send_squares(shape, y_square, square, squared, step, rank, tid):
+    """Every block gets this one's `sum(y^2)`. One warp."""
     lane = tid % 32
-    warp = tid // 32
+    parity = step % 2
+    total = T.alloc_local((1,), "float32")
+    if tid // 32 == SLOTS:
+        if lane < shape.tile:
+            total[0] = y_square[0, lane]
+            for i in T.unroll(WARPS - 1):
+                total[0] += y_square[i + 1, lane]
+            square[parity, rank, lane] = total[0]
+        T.fence_proxy_async()
+        T.sync_warp()
+        if lane == rank:
+            T.mbarrier_arrive(squared[parity])
+        elif lane < CLUSTER:
+            own = (parity * CLUSTER + rank) * shape.tile
+            send((square, square), shape.tile, own, own, squared[parity], lane)
+
+
+@T.macro
+def write(shape, has_norm, y, square, squared, weight, layer_input, step, rank, t0, end, tid):
+    """layer_input = y * rsqrt(mean(y^2) + norm_eps) * weight."""
+    cols = shape.cols
+    parity = step % 2
     wb = T.alloc_local((shape.groups * 4,), "uint32")
     zb = T.alloc_local((2,), "bfloat16")
     z = T.alloc_local((2,), "float32")
     total = T.alloc_local((1,), "float32")
     if has_norm:
         for g in T.unroll(shape.groups):
-            col = (g * WARPS + warp) * 32 + lane % 4 * 8
+            col = (g * WARPS + tid // 32) * 32 + tid % 4 * 8
             wb[T.Ramp(g * 4, 1, 4)] = T.ldg128(weight[rank * cols + col], pred=col < cols)
-        T.mbarrier_wait_parity(squared[0], step % 2)
+        T.mbarrier_wait_parity(squared[parity], step // 2 % 2)
     for h in T.unroll(shape.eights):
-        t = h * 8 + lane // 4
-        if t < shape.tile and t0 + t < tokens:
+        t = h * 8 + tid % 32 // 4
+        if has_norm:
+            total[0] = 0.0
+            for b in T.unroll(CLUSTER):
+                total[0] += square[parity, b, t]
+            total[0] = T.rsqrt(total[0] / shape.config.hidden_size + shape.config.norm_eps)
+        for g in T.unroll(shape.groups):
+            col = (g * WARPS + tid // 32) * 32 + tid % 4 * 8
+            at = (g * shape.eights + h) * 4
             if has_norm:
-                total[0] = 0.0
-                for b in T.unroll(CLUSTER):
-                    total[0] += square[b, t]
-                total[0] = T.rsqrt(total[0] / shape.config.hidden_size + shape.config.norm_eps)
-            for g in T.unroll(shape.groups):
-                col = (g * WARPS + warp) * 32 + lane % 4 * 8
-                if col < cols:
-                    at = (g * hc * shape.eights + h) * 4
-                    if has_norm:
-                        for q in T.unroll(4):
-                            z[0] = first(x[at + q]) * total[0] * first(wb[g * 4 + q])
-                            z[1] = second(x[at + q]) * total[0] * second(wb[g * 4 + q])
-                            for e in T.vectorized(2):
-                                zb[e] = T.cast(z[e], "bfloat16")
-                            x[at + q] = T.reinterpret(zb[T.Ramp(0, 1, 2)], "uint32")
-                    T.stg128(layer_input[t0 + t, rank * cols + col], four(x, at))
+                for q in T.unroll(4):
+                    z[0] = first(y[at + q]) * total[0] * first(wb[g * 4 + q])
+                    z[1] = second(y[at + q]) * total[0] * second(wb[g * 4 + q])
+                    for e in T.vectorized(2):
+                        zb[e] = T.cast(z[e], "bfloat16")
+                    y[at + q] = T.reinterpret(zb[T.Ramp(0, 1, 2)], "uint32")
+            if col < cols and t0 + t < end:
+                T.stg128(layer_input[t0 + t, rank * cols + col], four(y, at))
 
 
 @T.macro
-def own_mixes(shape, at_owner, own, owned, scale, base, post, comb, step, last, rank, t0, tokens, lane):
-    """post and comb of the tokens this block owns, by the last warp: one lane a token for comb."""
-    hc = shape.streams
+def own_mixes(shape, at_all, at_owner, logits, arrived, scale, base, post, step, rank, t0, end, lane):
+    """post of the tokens of a step that this block owns, and the logits of their comb. One warp."""
+    hc, mixes = shape.streams, shape.mixes
     parity = step % 2
-    c = T.alloc_local((hc * hc,), "float32")
+    rounds = -(-shape.owned * mixes // 32)
+    factor = T.alloc_local((rounds,), "float32")
+    bias = T.alloc_local((rounds,), "float32")
     total = T.alloc_local((1,), "float32")
-    T.mbarrier_wait_parity(owned[parity], step // 2 % 2)
-    sums = shape.sums - hc
-    for i in T.unroll(T.ceildiv(shape.owned * sums, 32)):
+    square = T.alloc_local((1,), "float32")
+    for i in T.unroll(rounds):
+        m = (i * 32 + lane) % mixes
+        factor[i] = scale[T.if_then_else(m < hc, 1, 2)]
+        bias[i] = base[hc + m]
+    T.mbarrier_wait_parity(arrived[parity], step // 2 % 2)
+    for i in T.unroll(rounds):
         q = i * 32 + lane
-        if q < shape.owned * sums:
+        m = q % mixes
+        t = q // mixes * CLUSTER + rank
+        if t < shape.tile and t0 + t < end:
             total[0] = 0.0
+            square[0] = 0.0
             for b in T.unroll(CLUSTER):
-                total[0] += at_owner[parity, b, q // sums, q % sums]
-            own[q // sums, q % sums] = total[0]
+                square[0] += at_all[parity, b, t, hc]
+                total[0] += at_owner[parity, b, q]
+            # m *= rsqrt(mean(flat(r)^2) + rms_eps)
+            rstd = T.rsqrt(square[0] / (hc * shape.config.hidden_size) + shape.config.rms_eps)
+            total[0] = total[0] * rstd * factor[i] + bias[i]
+            if m < hc:
+                # post = post_mult * sigmoid(m * scale[1] + base)
+                post[t0 + t, m] = shape.config.post_mult * sigmoid(total[0])
+            else:
+                logits[step % shape.batch * shape.owned + q // mixes, m - hc] = total[0]
     T.sync_warp()
-    if step < last:
-        T.named_barrier_arrive(2, THREADS)  # two steps on, the sums are overwritten
-    t = lane * CLUSTER + rank
-    if lane < shape.owned and t < shape.tile and t0 + t < tokens:
-        # m *= rsqrt(mean(flat(r)^2) + rms_eps)
-        rstd = T.rsqrt(own[lane, sums - 1] / (hc * shape.config.hidden_size) + shape.config.rms_eps)
-        for k in T.unroll(hc):
-            # post = post_mult * sigmoid(m * scale[1] + base)
-            z = own[lane, k] * rstd * scale[1] + base[hc + k]
-            post[t0 + t, k] = shape.config.post_mult * sigmoid(z)
+
+
+@T.macro
+def own_comb(shape, logits, comb, step, rank, begin, end, lane):
+    """comb = sinkhorn(logits) of the steps of a batch up to this one, one lane a token."""
+    hc = shape.streams
+    c = T.alloc_local((hc * hc,), "float32")
+    ago = step % shape.batch - lane // shape.owned
+    t = begin + (step - ago) * shape.tile + lane % shape.owned * CLUSTER + rank
+    if ago >= 0 and t < end:
         for q in T.unroll(hc * hc):
-            c[q] = own[lane, hc + q] * rstd * scale[2] + base[2 * hc + q]
+            c[q] = logits[lane, q]
         sinkhorn(shape, c)
         for i in T.unroll(hc):
             for j in T.vectorized(hc) if hc % 2 == 0 else T.unroll(hc):
-                comb[t0 + t, i * hc + j] = c[i * hc + j]
+                comb[t, i * hc + j] = c[i * hc + j]
+    T.sync_warp()  # the logits are overwritten next
 
 
-def resident(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source: str, ahead: bool = True):
-    """As `streams`."""
+def resident(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source: str, spare: bool = True):
+    """As `streams`; the clusters share the tokens equally, tile after tile.
+
+    A block sends the sums of step s after it has read those of s - 1, so two buffers suffice: its peers have then read
+    those of s - 2. The squares of s - 2 are read before the sums of s are sent, so two suffice for them too.
+    """
     hidden, hc = config.hidden_size, config.hc_mult
     is_head = source == "head"
     rows = hc if is_head else config.mix_rows
-    shape = Shape(config, tile, rows, 1 if has_norm else 2)
+    shape = Shape(config, tile, rows, source, spare and not is_head)
     scales = 1 if is_head else 3
     tokens = T.dynamic("tokens")
 
     @T.macro
     def body(o, r, old_post, old_comb, fn, scale, base, weight, out, post, comb, layer_input):
         with T.ClusterKernel(
-            T.min(T.ceildiv(tokens, tile), clusters) * CLUSTER, cluster_dims=CLUSTER, threads=THREADS
+            T.min(T.ceildiv(tokens, 4), clusters) * CLUSTER, cluster_dims=CLUSTER, threads=shape.threads
         ) as block:
-            if ahead:
-                T.import_source(PRELUDE)
+            T.import_source(PRELUDE)
             tid = T.get_thread_binding()
             rank = block % CLUSTER
             # 4 floats of padding put the 8 rows of a tensor core fragment into different banks
             fn_smem = T.alloc_shared((hc, rows, shape.cols + 4), "float32")
-            partial = T.alloc_shared((SLOTS, tile, shape.row_tiles * 8), "float32")
-            to_all = T.alloc_shared((shape.buffers, tile, shape.narrow), "float32")
-            at_all = T.alloc_shared((shape.buffers, CLUSTER, tile, shape.narrow), "float32")
-            to_owner = T.alloc_shared((2, CLUSTER, shape.owned, shape.wide), "float32")
-            at_owner = T.alloc_shared((2, CLUSTER, shape.owned, shape.wide), "float32")
-            own = T.alloc_shared((shape.owned, shape.wide), "float32")
+            partial = T.alloc_shared((SLOTS, shape.eights, shape.row_tiles * 8, 8), "float32")
+            at_all = T.alloc_shared((2, CLUSTER, tile, shape.narrow), "float32")
+            to_owner = T.alloc_shared((2, CLUSTER, shape.wide), "float32")
+            at_owner = T.alloc_shared((2, CLUSTER, shape.wide), "float32")
+            logits = T.alloc_shared((shape.batch * shape.owned, hc * hc), "float32")
+            gates = T.alloc_shared((tile, max(shape.gates, 4)), "float32")
             pre = T.alloc_shared((tile, hc), "float32")
-            warp_square = T.alloc_shared((WARPS, tile), "float32")
-            own_square = T.alloc_shared((shape.padded,), "float32")
-            square = T.alloc_shared((CLUSTER, shape.padded), "float32")
-            full = T.alloc_barrier([1] * hc)
-            arrived = T.alloc_cluster_barrier([CLUSTER, CLUSTER])
-            owned = T.alloc_cluster_barrier([CLUSTER, CLUSTER])
-            squared = T.alloc_cluster_barrier([CLUSTER])
+            row_square = T.alloc_shared((WARPS, tile), "float32")
+            y_square = T.alloc_shared((WARPS, tile), "float32")
+            square = T.alloc_shared((2, CLUSTER, tile), "float32")
+            arrived = T.alloc_barrier([1 + (CLUSTER - 1) * (2 if shape.mixes > 0 else 1)] * 2)
+            squared = T.alloc_barrier([CLUSTER] * 2)
             x = T.alloc_local((shape.groups * hc * shape.eights * 4,), "uint32")
-            row_square = T.alloc_local((shape.eights,), "float32")
+            ob = T.alloc_local((shape.groups * shape.eights * 4,), "uint32")
+            y = T.alloc_local((shape.groups * shape.eights * 4,), "uint32")
+            total = T.alloc_local((shape.eights * shape.totals,), "float32")
+            squares = T.alloc_local((shape.eights,), "float32")
 
+            # a peer may send here once every block has initialised its barriers and arrived
+            T.cluster_arrive_relaxed()
             T.pdl_sync()
             T.pdl_trigger()
-            steps = T.ceildiv(T.ceildiv(tokens, tile) - block // CLUSTER, clusters)
+            # kept, or every address would divide anew
+            own_tokens = T.alloc_local((2,), "int32")
+            launched = T.min(T.ceildiv(tokens, 4), clusters)
+            own_tokens[0] = share(tokens, launched, block // CLUSTER)
+            own_tokens[1] = share(tokens, launched, block // CLUSTER + 1)
+            begin, end = own_tokens[0], own_tokens[1]
+            steps = T.ceildiv(end - begin, tile)
             if tid >= WORKERS:
-                fetch_fn(shape, fn, fn_smem, full, rank, tid - WORKERS)
-            for step in T.serial(steps):
-                t0 = (block // CLUSTER + step * clusters) * tile
-                parity = step % 2
-                buffer = step % shape.buffers
-                if tid >= WORKERS:
-                    if ahead:
-                        prefetch(shape, source, o, r, rank, t0 + clusters * tile, tokens, tid - WORKERS)
-                    if not is_head:
+                if shape.spare:
+                    T.cluster_wait()
+                    for s in T.serial(steps):
+                        t0 = begin + s * tile
+                        prefetch(shape, o, r, rank, t0 + tile, end, 0, 1, tid - WORKERS)
                         own_mixes(
-                            shape,
-                            at_owner,
-                            own,
-                            owned,
-                            scale,
-                            base,
-                            post,
-                            comb,
-                            step,
-                            steps - 1,
-                            rank,
-                            t0,
-                            tokens,
-                            tid - WORKERS,
+                            shape, at_all, at_owner, logits, arrived, scale, base, post, s, rank, t0, end, tid - WORKERS
                         )
-                else:
-                    fill(shape, source, o, r, old_post, old_comb, out, x, row_square, rank, t0, tokens, tid)
-                    dot(shape, x, row_square, fn_smem, full, partial, warp_square, tid)
-                    stage(shape, partial, warp_square, to_all, to_owner, buffer, parity, tid)
-                    if not is_head:
-                        if step > 0:
-                            T.sync_threads(2, THREADS)
-                    if tid % 32 == 0 and tid // 32 < CLUSTER:
-                        size = tile * shape.narrow
-                        send(
-                            (to_all, at_all), size, (buffer * CLUSTER + rank) * size, buffer * size,
-                            arrived[parity], tid // 32,
+                        if s < steps - 1:
+                            T.named_barrier_arrive(2, shape.threads)  # the sums of this step may be overwritten
+                        own_comb(shape, logits, comb, s, rank, begin, end, tid - WORKERS)
+            else:
+                if shape.is_post:
+                    load_gates(shape, old_post, old_comb, gates, begin, end, tid)
+                    load_o(shape, o, ob, rank, begin, end, tid)
+                load(shape, shape.sources, r, x, rank, begin, end, tid)
+                sync()  # or the compiler puts off the loads
+                fetch_fn(shape, fn, fn_smem, rank, tid)
+                if shape.is_post:
+                    T.ptx_wait_group(hc)
+                    sync()
+                for s in T.serial(steps + 2):
+                    t0 = begin + s * tile
+                    if s < steps:
+                        if not shape.spare:
+                            prefetch(shape, o, r, rank, t0 + tile, end, tid // 32, WARPS, tid % 32)
+                        if shape.is_post:
+                            post_map(shape, x, ob, gates, out, rank, t0, end, tid)
+                        dot(shape, x, fn_smem, total, squares, tid)
+                        hand_over(shape, total, squares, partial, row_square, tid)
+                    if s > 0 and s <= steps:
+                        # this lane's own stores, or what it read before
+                        load(shape, hc, out if shape.is_post else r, x, rank, t0 - tile, end, tid)
+                        pre_gates(shape, at_all, pre, arrived, scale, base, s - 1, tid)
+                    if s <= steps:
+                        sync()
+                    if s > 1:
+                        write(
+                            shape, has_norm, y, square, squared, weight, layer_input, s - 2, rank, t0 - 2 * tile, end, tid
                         )
-                        if not is_head:
-                            share = shape.owned * shape.wide
-                            send(
-                                (to_owner, at_owner), share, (parity * CLUSTER + rank) * share,
-                                (parity * CLUSTER + tid // 32) * share, owned[parity], tid // 32,
-                            )
-                    T.mbarrier_wait_parity(arrived[parity], step // 2 % 2)
-                    pre_gates(shape, at_all, pre, scale, base, buffer, tid)
-                    collapse(
-                        shape, has_norm, x, pre, warp_square, own_square, square, squared, buffer, step, rank, tid
-                    )
-                    write(shape, has_norm, x, square, squared, weight, layer_input, step, rank, t0, tokens, tid)
+                    if s > 0 and s <= steps:
+                        collapse(shape, has_norm, x, y, pre, y_square, tid)
+                    if s < steps:
+                        add_own(shape, total, partial, tid)
+                        if shape.is_post:
+                            load_gates(shape, old_post, old_comb, gates, t0 + tile, end, tid)
+                            load_o(shape, o, ob, rank, t0 + tile, end, tid)
+                        load(shape, shape.sources, r, x, rank, t0 + tile, end, tid)
+                    if s <= steps:
+                        sync()
+                    if s > 0 and s <= steps:
+                        if has_norm:
+                            send_squares(shape, y_square, square, squared, s - 1, rank, tid)
+                        if not shape.spare and not is_head:
+                            if tid // 32 == WARPS - 1:
+                                own_mixes(
+                                    shape,
+                                    at_all,
+                                    at_owner,
+                                    logits,
+                                    arrived,
+                                    scale,
+                                    base,
+                                    post,
+                                    s - 1,
+                                    rank,
+                                    t0 - tile,
+                                    end,
+                                    tid % 32,
+                                )
+                                if s == steps or s % shape.batch == 0:
+                                    own_comb(shape, logits, comb, s - 1, rank, begin, end, tid % 32)
+                    if s < steps:
+                        stage(shape, partial, row_square, at_all, to_owner, at_owner, s % 2, rank, tid)
+                        if shape.is_post:
+                            T.ptx_wait_group(0)
+                        if s == 0:
+                            T.cluster_wait()
+                            sync()
+                        elif shape.spare:
+                            T.sync_threads(2, shape.threads)
+                        else:
+                            sync()
+                        send_sums(shape, at_all, to_owner, at_owner, arrived, s, rank, tid)
             # a block outlives the copies that read its shared memory
             T.cluster_arrive_relaxed()
             T.cluster_wait()
