@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import tilelang.language as T
 
 from mhc.config import MHCConfig
-from mhc.kernels.parts import CLUSTER, send, sigmoid
+from mhc.kernels.parts import CLUSTER, sigmoid
 from mhc.kernels.sinkhorn import sinkhorn
 from mhc.kernels.tensor import multiply
 
@@ -26,12 +26,25 @@ WORKERS = WARPS * 32
 SLOTS = 8  # of partial sums; two warps share one
 
 
+# TileLang has no names for these instructions. `mhc_send` stores a float in the shared memory of block `rank`, at the
+# same place as here, and counts its bytes there at a barrier: no fence, no buffer to send from.
 PRELUDE = """
-__forceinline__ __device__ void mhc_prefetch(const void* from, unsigned bytes) {
 #ifdef __CUDACC__
+__forceinline__ __device__ void mhc_prefetch(const void* from, unsigned bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes));
-#endif
 }
+template <class Barrier>
+__forceinline__ __device__ void mhc_send(float value, const void* to, Barrier& barrier, int rank) {
+  asm volatile(
+      "{\\n"
+      ".reg .b32 to, barrier;\\n"
+      "mapa.shared::cluster.u32 to, %1, %3;\\n"
+      "mapa.shared::cluster.u32 barrier, %2, %3;\\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %0, [barrier];\\n"
+      "}\\n" ::"r"(__float_as_uint(value)), "r"((unsigned)__cvta_generic_to_shared(to)),
+      "r"((unsigned)__cvta_generic_to_shared(&barrier)), "r"(rank) : "memory");
+}
+#endif
 """
 
 
@@ -124,11 +137,6 @@ class Shape:
         """Tokens of a tile a block owns: t = rank, rank + 8."""
         return self.tile // CLUSTER
 
-    @property
-    def wide(self) -> int:
-        """Floats of a block's owned tokens, padded: the copy engine moves multiples of 16 bytes."""
-        return max(-(-self.owned * self.mixes // 4) * 4, 4)
-
 
 def share(total, among, i):
     """Where the `i`th of `among` equal shares of `total` begins."""
@@ -192,7 +200,7 @@ def four(buffer, index):
 
 
 @T.macro
-def load_gates(shape, post, comb, gates, t0, end, tid):
+def load_gates(shape, post, comb, gates, step, t0, end, tid):
     """Start to copy gates[t] = post and comb of the post map."""
     hc = shape.streams
     vec = 4 if hc % 4 == 0 else 2 if hc % 2 == 0 else 1
@@ -204,13 +212,13 @@ def load_gates(shape, post, comb, gates, t0, end, tid):
         if t < shape.tile and t0 + t < end:
             if k < hc:
                 T.ptx_cp_async(
-                    T.access_ptr(gates[t, k], "w", extent=vec),
+                    T.access_ptr(gates[step % 2, t, k], "w", extent=vec),
                     T.access_ptr(post[T.cast(t0 + t, "int64"), k], "r", extent=vec),
                     vec,
                 )
             elif shape.gates > hc:
                 T.ptx_cp_async(
-                    T.access_ptr(gates[t, k], "w", extent=vec),
+                    T.access_ptr(gates[step % 2, t, k], "w", extent=vec),
                     T.access_ptr(comb[T.cast(t0 + t, "int64"), k - hc], "r", extent=vec),
                     vec,
                 )
@@ -242,7 +250,7 @@ def load_o(shape, o, ob, rank, t0, end, tid):
 
 
 @T.macro
-def post_map(shape, x, ob, gates, out, rank, t0, end, tid):
+def post_map(shape, x, ob, gates, out, step, rank, t0, end, tid):
     """x = the new streams of the old and of the output, in place, also written to `out`."""
     hc, cols, eights = shape.streams, shape.cols, shape.eights
     of = T.alloc_local((2,), "float32")
@@ -254,7 +262,7 @@ def post_map(shape, x, ob, gates, out, rank, t0, end, tid):
         t = h * 8 + tid % 32 // 4
         for k in T.unroll(shape.gates // hc):
             for e in T.vectorized(hc) if hc % 2 == 0 else T.unroll(hc):
-                p[k * hc + e] = gates[t, k * hc + e]
+                p[k * hc + e] = gates[step % 2, t, k * hc + e]
         for g in T.unroll(shape.groups):
             col = (g * WARPS + tid // 32) * 32 + tid % 4 * 8
             for q in T.unroll(4):
@@ -399,17 +407,25 @@ def add_own(shape, total, partial, tid):
                     )
 
 
+def send(value, to, barrier, rank):
+    return T.evaluate(T.call_extern("handle", "mhc_send", value, T.access_ptr(to, "w", extent=1), barrier, rank))
+
+
 @T.macro
-def stage(shape, partial, row_square, at_all, to_owner, at_owner, parity, rank, tid):
-    """Add up the slots, and lay the sums out as they are sent; this block's own arrive so."""
+def send_sums(shape, partial, row_square, at_all, at_owner, arrived, step, count, rank, tid):
+    """Add up the slots; the sums go to the blocks that need them."""
     hc, rows = shape.streams, shape.rows
     sums = rows + 1
+    parity = step % 2
     value = T.alloc_local((1,), "float32")
+    if tid == 0:
+        own = T.ceildiv(count - rank, CLUSTER) if shape.mixes > 0 else 0
+        T.mbarrier_arrive_expect_tx(arrived[parity], CLUSTER * 4 * (count * shape.narrow + own * shape.mixes))
     for i in T.unroll(T.ceildiv(shape.tile * sums, WORKERS)):
         q = i * WORKERS + tid
         t = q // (sums * 8) * 8 + q % 8
         m = q // 8 % sums
-        if t < shape.tile:
+        if t < count:
             if m < rows:
                 value[0] = partial[0, t // 8, m, t % 8]
                 for s in T.unroll(SLOTS - 1):
@@ -419,32 +435,14 @@ def stage(shape, partial, row_square, at_all, to_owner, at_owner, parity, rank, 
                 for s in T.unroll(WARPS - 1):
                     value[0] += row_square[s + 1, t]
             if m < hc or m == rows:
-                at_all[parity, rank, t, T.min(m, hc)] = value[0]
+                for b in T.unroll(CLUSTER):
+                    send(value[0], at_all[parity, rank, T.min(m, hc), t], arrived[parity], b)
             elif shape.mixes > 0:
-                to_owner[parity, t % CLUSTER, t // CLUSTER * shape.mixes + m - hc] = value[0]
-                if t % CLUSTER == rank:
-                    at_owner[parity, rank, t // CLUSTER * shape.mixes + m - hc] = value[0]
-    T.fence_proxy_async()
+                send(value[0], at_owner[parity, rank, t // CLUSTER, m - hc], arrived[parity], t % CLUSTER)
 
 
 @T.macro
-def send_sums(shape, at_all, to_owner, at_owner, arrived, step, rank, tid):
-    """Warp w sends to block w: the sums every block needs, and those of the tokens that block w owns."""
-    peer = tid // 32
-    parity = step % 2
-    if tid % 32 == 0 and peer < CLUSTER and peer != rank:
-        size = shape.tile * shape.narrow
-        own = (parity * CLUSTER + rank) * size
-        send((at_all, at_all), size, own, own, arrived[parity], peer)
-        if shape.mixes > 0:
-            mixes, peers = (parity * CLUSTER + rank) * shape.wide, (parity * CLUSTER + peer) * shape.wide
-            send((to_owner, at_owner), shape.wide, mixes, peers, arrived[parity], peer)
-    if tid == rank * 32:
-        T.mbarrier_arrive(arrived[parity])  # the block's own are in place
-
-
-@T.macro
-def pre_gates(shape, at_all, pre, arrived, scale, base, step, tid):
+def pre_gates(shape, at_all, pre, arrived, scale, base, step, count, tid):
     """pre[t, :] from the sums of all blocks, one warp a token."""
     hc = shape.streams
     lane = tid % 32
@@ -457,11 +455,11 @@ def pre_gates(shape, at_all, pre, arrived, scale, base, step, tid):
     T.mbarrier_wait_parity(arrived[parity], step // 2 % 2)
     for i in T.unroll(T.ceildiv(shape.tile, WARPS)):
         t = i * WARPS + tid // 32
-        if t < shape.tile:
+        if t < T.min(count, shape.tile):
             total[0] = 0.0
             if lane <= hc:
                 for b in T.unroll(CLUSTER):
-                    total[0] += at_all[parity, b, t, lane]
+                    total[0] += at_all[parity, b, lane, t]
             mean_square = T.shfl_sync(total[0], hc) / (hc * shape.config.hidden_size)
             # m *= rsqrt(mean(flat(r)^2) + rms_eps);  pre = sigmoid(m * scale[0] + base) + pre_eps
             rstd = T.rsqrt(mean_square + shape.config.rms_eps)
@@ -504,24 +502,20 @@ def collapse(shape, has_norm, x, y, pre, y_square, tid):
 
 
 @T.macro
-def send_squares(shape, y_square, square, squared, step, rank, tid):
+def send_squares(shape, y_square, square, squared, step, count, rank, tid):
     """Every block gets this one's `sum(y^2)`. One warp."""
     lane = tid % 32
     parity = step % 2
     total = T.alloc_local((1,), "float32")
     if tid // 32 == SLOTS:
-        if lane < shape.tile:
+        if lane == 0:
+            T.mbarrier_arrive_expect_tx(squared[parity], CLUSTER * 4 * count)
+        if lane < count:
             total[0] = y_square[0, lane]
             for i in T.unroll(WARPS - 1):
                 total[0] += y_square[i + 1, lane]
-            square[parity, rank, lane] = total[0]
-        T.fence_proxy_async()
-        T.sync_warp()
-        if lane == rank:
-            T.mbarrier_arrive(squared[parity])
-        elif lane < CLUSTER:
-            own = (parity * CLUSTER + rank) * shape.tile
-            send((square, square), shape.tile, own, own, squared[parity], lane)
+            for b in T.unroll(CLUSTER):
+                send(total[0], square[parity, rank, lane], squared[parity], b)
 
 
 @T.macro
@@ -582,8 +576,8 @@ def own_mixes(shape, at_all, at_owner, logits, arrived, scale, base, post, step,
             total[0] = 0.0
             square[0] = 0.0
             for b in T.unroll(CLUSTER):
-                square[0] += at_all[parity, b, t, hc]
-                total[0] += at_owner[parity, b, q]
+                square[0] += at_all[parity, b, hc, t]
+                total[0] += at_owner[parity, b, q // mixes, m]
             # m *= rsqrt(mean(flat(r)^2) + rms_eps)
             rstd = T.rsqrt(square[0] / (hc * shape.config.hidden_size) + shape.config.rms_eps)
             total[0] = total[0] * rstd * factor[i] + bias[i]
@@ -636,17 +630,17 @@ def resident(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source
             # 4 floats of padding put the 8 rows of a tensor core fragment into different banks
             fn_smem = T.alloc_shared((hc, rows, shape.cols + 4), "float32")
             partial = T.alloc_shared((SLOTS, shape.eights, shape.row_tiles * 8, 8), "float32")
-            at_all = T.alloc_shared((2, CLUSTER, tile, shape.narrow), "float32")
-            to_owner = T.alloc_shared((2, CLUSTER, shape.wide), "float32")
-            at_owner = T.alloc_shared((2, CLUSTER, shape.wide), "float32")
+            at_all = T.alloc_shared((2, CLUSTER, shape.narrow, tile), "float32")
+            at_owner = T.alloc_shared((2, CLUSTER, shape.owned, max(shape.mixes, 1)), "float32")
             logits = T.alloc_shared((shape.batch * shape.owned, hc * hc), "float32")
-            gates = T.alloc_shared((tile, max(shape.gates, 4)), "float32")
+            gates = T.alloc_shared((2, tile, max(shape.gates, 4)), "float32")
             pre = T.alloc_shared((tile, hc), "float32")
             row_square = T.alloc_shared((WARPS, tile), "float32")
             y_square = T.alloc_shared((WARPS, tile), "float32")
             square = T.alloc_shared((2, CLUSTER, tile), "float32")
-            arrived = T.alloc_barrier([1 + (CLUSTER - 1) * (2 if shape.mixes > 0 else 1)] * 2)
-            squared = T.alloc_barrier([CLUSTER] * 2)
+            arrived = T.alloc_barrier([1, 1])
+            squared = T.alloc_barrier([1, 1])
+            taken = T.alloc_barrier([WARPS])
             x = T.alloc_local((shape.groups * hc * shape.eights * 4,), "uint32")
             ob = T.alloc_local((shape.groups * shape.eights * 4,), "uint32")
             y = T.alloc_local((shape.groups * shape.eights * 4,), "uint32")
@@ -678,7 +672,7 @@ def resident(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source
                         own_comb(shape, logits, comb, s, rank, begin, end, tid - WORKERS)
             else:
                 if shape.is_post:
-                    load_gates(shape, old_post, old_comb, gates, begin, end, tid)
+                    load_gates(shape, old_post, old_comb, gates, 0, begin, end, tid)
                     load_o(shape, o, ob, rank, begin, end, tid)
                 load(shape, shape.sources, r, x, rank, begin, end, tid)
                 sync()  # or the compiler puts off the loads
@@ -689,16 +683,21 @@ def resident(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source
                 for s in T.serial(steps + 2):
                     t0 = begin + s * tile
                     if s < steps:
-                        if not shape.spare:
-                            prefetch(shape, o, r, rank, t0 + tile, end, tid // 32, WARPS, tid % 32)
+                        if s + 1 < steps:
+                            if not shape.spare:
+                                prefetch(shape, o, r, rank, t0 + tile, end, tid // 32, WARPS, tid % 32)
+                            if shape.is_post:
+                                load_gates(shape, old_post, old_comb, gates, s + 1, t0 + tile, end, tid)
                         if shape.is_post:
-                            post_map(shape, x, ob, gates, out, rank, t0, end, tid)
+                            post_map(shape, x, ob, gates, out, s, rank, t0, end, tid)
                         dot(shape, x, fn_smem, total, squares, tid)
+                        if s > 0:
+                            T.mbarrier_wait_parity(taken[0], (s - 1) % 2)
                         hand_over(shape, total, squares, partial, row_square, tid)
                     if s > 0 and s <= steps:
                         # this lane's own stores, or what it read before
                         load(shape, hc, out if shape.is_post else r, x, rank, t0 - tile, end, tid)
-                        pre_gates(shape, at_all, pre, arrived, scale, base, s - 1, tid)
+                        pre_gates(shape, at_all, pre, arrived, scale, base, s - 1, end - t0 + tile, tid)
                     if s <= steps:
                         sync()
                     if s > 1:
@@ -707,17 +706,6 @@ def resident(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source
                         )
                     if s > 0 and s <= steps:
                         collapse(shape, has_norm, x, y, pre, y_square, tid)
-                    if s < steps:
-                        add_own(shape, total, partial, tid)
-                        if shape.is_post:
-                            load_gates(shape, old_post, old_comb, gates, t0 + tile, end, tid)
-                            load_o(shape, o, ob, rank, t0 + tile, end, tid)
-                        load(shape, shape.sources, r, x, rank, t0 + tile, end, tid)
-                    if s <= steps:
-                        sync()
-                    if s > 0 and s <= steps:
-                        if has_norm:
-                            send_squares(shape, y_square, square, squared, s - 1, rank, tid)
                         if not shape.spare and not is_head:
                             if tid // 32 == WARPS - 1:
                                 own_mixes(
@@ -735,23 +723,35 @@ def resident(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source
                                     end,
                                     tid % 32,
                                 )
-                                if s == steps or s % shape.batch == 0:
-                                    own_comb(shape, logits, comb, s - 1, rank, begin, end, tid % 32)
                     if s < steps:
-                        stage(shape, partial, row_square, at_all, to_owner, at_owner, s % 2, rank, tid)
-                        if shape.is_post:
-                            T.ptx_wait_group(0)
+                        add_own(shape, total, partial, tid)
+                        if s + 1 < steps:
+                            if shape.is_post:
+                                load_o(shape, o, ob, rank, t0 + tile, end, tid)
+                            load(shape, shape.sources, r, x, rank, t0 + tile, end, tid)
+                    # the sums of s - 1 may be overwritten once those of s have been sent
+                    if shape.spare and s > 0 and s < steps:
+                        T.sync_threads(2, shape.threads)
+                    elif s <= steps:
+                        sync()
+                    if s < steps:
                         if s == 0:
                             T.cluster_wait()
-                            sync()
-                        elif shape.spare:
-                            T.sync_threads(2, shape.threads)
-                        else:
-                            sync()
-                        send_sums(shape, at_all, to_owner, at_owner, arrived, s, rank, tid)
-            # a block outlives the copies that read its shared memory
-            T.cluster_arrive_relaxed()
-            T.cluster_wait()
+                        send_sums(
+                            shape, partial, row_square, at_all, at_owner, arrived, s, T.min(end - t0, tile), rank, tid
+                        )
+                        T.sync_warp()
+                        if tid % 32 == 0:
+                            T.mbarrier_arrive(taken[0])
+                    if s > 0 and s <= steps:
+                        if has_norm:
+                            send_squares(
+                                shape, y_square, square, squared, s - 1, T.min(end - t0 + tile, tile), rank, tid
+                            )
+                        if not shape.spare and not is_head:
+                            if tid // 32 == WARPS - 1 and (s == steps or s % shape.batch == 0):
+                                own_comb(shape, logits, comb, s - 1, rank, begin, end, tid % 32)
+            # every block has waited for all that was sent to it, so none has to outlive the others
 
     # a tensor type a parameter: TileLang names a buffer after its parameter
     def tensor(*dims, dtype="float32"):

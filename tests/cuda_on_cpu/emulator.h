@@ -122,6 +122,18 @@ static void bulk_copy(void* to, const void* from, int rank, size_t bytes, const 
     in_flight.push_back(b);
 }
 
+// An asynchronous store of a float into any block's shared memory, which the mbarrier there counts.
+static void async_store(float value, const void* to, int rank, const void* barrier) {
+  static std::deque<float> values;
+  values.push_back(value);
+  Block& peer = peer_block(rank);
+  Bulk b = {&peer, &peer, &mbarrier(peer, shared_offset(barrier)), {peer_shared(to, rank), &values.back(), 4}};
+  if (lands_at_once())
+    land(b);
+  else
+    in_flight.push_back(b);
+}
+
 // A bulk copy from global into the block's own shared memory; its mbarrier has been told the bytes.
 static void bulk_load(void* to, const void* from, size_t bytes, const void* barrier) {
   if (bytes % 16 || (uintptr_t)to % 16 || (uintptr_t)from % 16) fail("bulk copies move aligned units of 16 bytes");
