@@ -91,7 +91,9 @@ class Shape:
     @property
     def gates(self) -> int:
         """Floats a token of the post map: post and comb."""
-        return (self.streams if self.source == "post_pre_collapsed" else self.streams * (1 + self.streams)) * self.is_post
+        return (
+            self.streams if self.source == "post_pre_collapsed" else self.streams * (1 + self.streams)
+        ) * self.is_post
 
     @property
     def cols(self) -> int:
@@ -150,7 +152,7 @@ def sync():
 
 @T.macro
 def fetch_fn(shape, fn, fn_smem, rank, tid):
-    """Start to copy this block's slice of `fn`, one stream after the other; each warp copies the columns it will read."""
+    """Start to copy this block's slice of `fn`, one stream after the other; a warp copies what it will read."""
     hc, rows, cols = shape.streams, shape.rows, shape.cols
     lane = tid % 32
     for j in T.unroll(hc):
@@ -176,13 +178,15 @@ def prefetch(shape, o, r, rank, t0, end, warp, warps, lane):
         if t < end and t < t0 + shape.tile:
             if lane < shape.sources:
                 bulk_prefetch(r[T.cast(t, "int64"), lane, rank * cols], cols * 2)
-            if shape.is_post:
+            if shape.is_post:  # noqa: SIM102 (known to the compiler, unlike the next)
                 if lane == shape.sources:
                     bulk_prefetch(o[T.cast(t, "int64"), rank * cols], cols * 2)
 
 
 def bulk_prefetch(at, count):
-    return T.evaluate(T.call_extern("handle", "mhc_prefetch", T.access_ptr(at, "r", extent=count // 2), T.uint32(count)))
+    return T.evaluate(
+        T.call_extern("handle", "mhc_prefetch", T.access_ptr(at, "r", extent=count // 2), T.uint32(count))
+    )
 
 
 def first(pair):
@@ -340,7 +344,7 @@ def dot(shape, x, fn_smem, total, square, tid):
                         bits = T.bitwise_and(T.reinterpret(w[n * 4 + e], "uint32"), T.uint32(0xFFFFE000))
                         rest[n * 4 + e] = w[n * 4 + e] - T.reinterpret(bits, "float32")
                         w[n * 4 + e] = T.reinterpret(bits, "float32")
-                # of product p, a lane's registers are columns 2 p (upper row, lower row), 2 p + 1 (upper row, lower row)
+                # a lane's registers for product p: column 2 p of the upper and the lower row, then column 2 p + 1
                 for e in T.unroll(4):
                     for n in T.unroll(pairs * 2):
                         high[n // 2 * 8 + e * 2 + n % 2] = w[n * 4 + e]
@@ -702,11 +706,22 @@ def resident(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source
                         sync()
                     if s > 1:
                         write(
-                            shape, has_norm, y, square, squared, weight, layer_input, s - 2, rank, t0 - 2 * tile, end, tid
+                            shape,
+                            has_norm,
+                            y,
+                            square,
+                            squared,
+                            weight,
+                            layer_input,
+                            s - 2,
+                            rank,
+                            t0 - 2 * tile,
+                            end,
+                            tid,
                         )
                     if s > 0 and s <= steps:
                         collapse(shape, has_norm, x, y, pre, y_square, tid)
-                        if not shape.spare and not is_head:
+                        if not shape.spare and not is_head:  # noqa: SIM102
                             if tid // 32 == WARPS - 1:
                                 own_mixes(
                                     shape,
@@ -748,7 +763,7 @@ def resident(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source
                             send_squares(
                                 shape, y_square, square, squared, s - 1, T.min(end - t0 + tile, tile), rank, tid
                             )
-                        if not shape.spare and not is_head:
+                        if not shape.spare and not is_head:  # noqa: SIM102
                             if tid // 32 == WARPS - 1 and (s == steps or s % shape.batch == 0):
                                 own_comb(shape, logits, comb, s - 1, rank, begin, end, tid % 32)
             # every block has waited for all that was sent to it, so none has to outlive the others
