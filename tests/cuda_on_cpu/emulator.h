@@ -91,13 +91,14 @@ struct Bulk {
   Block *source, *target;
   MBarrier* barrier;
   Copy copy;
+  float value[4];  // copied where `copy` names no source
 };
 static std::vector<Bulk> in_flight;
 
 static void land(const Bulk& b) {
   if (!b.target->alive) fail("a bulk copy lands in a cluster peer that has exited");
   if (!b.source->alive) fail("a block exited while its bulk copy was in flight");
-  memcpy(b.copy.to, b.copy.from, b.copy.bytes);
+  memcpy(b.copy.to, b.copy.from ? b.copy.from : b.value, b.copy.bytes);
   b.barrier->bytes -= b.copy.bytes;
   b.barrier->settle();
 }
@@ -122,23 +123,15 @@ static void bulk_copy(void* to, const void* from, int rank, size_t bytes, const 
     in_flight.push_back(b);
 }
 
-// An asynchronous store of a float into any block's shared memory, which the mbarrier there counts.
-static void async_store(float value, const void* to, int rank, const void* barrier) {
-  static std::deque<float> values;
-  values.push_back(value);
+// An asynchronous store of four floats into a peer's shared memory: as a bulk copy, out of registers, and its bytes have
+// been or will be announced there.
+static void async_store(const float (&value)[4], const void* to, int rank, const void* barrier) {
+  if ((uintptr_t)to % 16) fail("asynchronous stores of four floats are aligned to 16 bytes");
   Block& peer = peer_block(rank);
-  Bulk b = {&peer, &peer, &mbarrier(peer, shared_offset(barrier)), {peer_shared(to, rank), &values.back(), 4}};
-  if (lands_at_once())
-    land(b);
-  else
-    in_flight.push_back(b);
-}
-
-// A bulk copy from global into the block's own shared memory; its mbarrier has been told the bytes.
-static void bulk_load(void* to, const void* from, size_t bytes, const void* barrier) {
-  if (bytes % 16 || (uintptr_t)to % 16 || (uintptr_t)from % 16) fail("bulk copies move aligned units of 16 bytes");
-  shared_offset((char*)to + bytes - 1);
-  Bulk b = {self->block, self->block, &mbarrier(*self->block, shared_offset(barrier)), {to, from, bytes}};
+  if (&peer == self->block) fail("an asynchronous store must go to another block of the cluster");
+  shared_offset((const char*)to + 15);
+  Bulk b = {&peer, &peer, &mbarrier(peer, shared_offset(barrier)), {peer_shared(to, rank), nullptr, sizeof b.value}};
+  memcpy(b.value, value, sizeof b.value);
   if (lands_at_once())
     land(b);
   else

@@ -7,7 +7,6 @@
 #include <cstdio>
 #include <cstring>
 #include <algorithm>
-#include <deque>
 #include <map>
 #include <random>
 #include <string>

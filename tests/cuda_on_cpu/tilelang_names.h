@@ -168,10 +168,6 @@ static inline void tma_store_cluster(void* to, void* from, int rank, uint32_t by
   emu::bulk_copy(to, from, rank, bytes, &barrier);
 }
 
-template <class B> static inline void tma_load(void* to, const void* from, B& barrier, uint32_t bytes) {
-  emu::bulk_load(to, from, bytes, &barrier);
-}
-
 static inline void cp_async_commit() { emu::async_commit(); }
 template <int pending> static inline void cp_async_wait() { emu::async_wait(pending); }
 template <int bytes> static inline void cp_async_gs(const void* to, const void* from) {
@@ -268,6 +264,7 @@ struct alignas(8) Barrier {
 // ---- what the kernels add in CUDA ----
 
 static inline void mhc_prefetch(const void*, unsigned) {}
-template <class B> static inline void mhc_send(float value, const void* to, B& barrier, int rank) {
-  emu::async_store(value, to, rank, &barrier);
+template <class B>
+static inline void mhc_send(float a, float b, float c, float d, const void* to, B& barrier, int rank) {
+  emu::async_store({a, b, c, d}, to, rank, &barrier);
 }
