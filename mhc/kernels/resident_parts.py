@@ -145,7 +145,7 @@ def gather_quad(value, quad, lane):
 def send_quad(quad, buffer, index, barriers, parity, to, rank):
     """buffer[index:index + 4] of block `to` = quad, plainly in the own block; to be followed by `arrive`.
 
-    A GPU's memory checker calls an asynchronous store to the own block invalid.
+    A GPU's memory checker calls a bulk copy to the own block invalid, so an asynchronous store would hardly pass.
     """
     if to == rank:
         for e in T.vectorized(4):
