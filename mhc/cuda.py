@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mhc import launch
 from mhc.config import MHCConfig
-from mhc.launch import PROJECT_TILE, many_streams, one_stream
+from mhc.launch import PROJECT_TILE, of_streams, one_stream
 
 Mixed = tuple[Tensor, Tensor, Tensor]  # post [T, hc, 1], comb [T, hc, hc], layer_input [T, H]
 
@@ -112,11 +112,8 @@ def pre(
     post, comb = _mixes(scale, tokens, hc)
     layer_input = residual.new_empty(tokens, config.hidden_size)
     if tokens:
-        variant = many_streams(config, tokens)
         weight = norm_weight if norm_weight is not None else layer_input[0]
-        run = launch.kernel(
-            residual.get_device(), "streams", config, variant.tile, variant.clusters, norm_weight is not None, "pre"
-        )
+        run = launch.kernel(residual.get_device(), *of_streams(config, tokens, norm_weight is not None, "pre"))
         run(residual, fn, scale, base, weight, post, comb, layer_input)
     return post, comb, layer_input
 
@@ -137,14 +134,11 @@ def post_pre(
     new_post, new_comb = _mixes(scale, tokens, hc)
     layer_input = torch.empty_like(output)
     if tokens:
-        variant = many_streams(config, tokens)
         weight = norm_weight if norm_weight is not None else output[0]
         source, old = (
             ("post_pre", (residual, post, comb)) if comb is not None else ("post_pre_collapsed", (residual, post))
         )
-        run = launch.kernel(
-            output.get_device(), "streams", config, variant.tile, variant.clusters, norm_weight is not None, source
-        )
+        run = launch.kernel(output.get_device(), *of_streams(config, tokens, norm_weight is not None, source))
         run(output, *old, fn, scale, base, weight, out, new_post, new_comb, layer_input)
     return out, new_post, new_comb, layer_input
 
@@ -164,7 +158,6 @@ def head(residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, config: MHCC
     tokens = residual.shape[0]
     out = residual.new_empty(tokens, config.hidden_size)
     if tokens:
-        variant = many_streams(config, tokens)
-        run = launch.kernel(residual.get_device(), "streams", config, variant.tile, variant.clusters, False, "head")
+        run = launch.kernel(residual.get_device(), *of_streams(config, tokens, False, "head"))
         run(residual, fn, scale, base, out)
     return out

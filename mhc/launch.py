@@ -40,6 +40,9 @@ MANY_STREAMS = (
     Variant(120, 8, 15),
     Variant(float("inf"), 16, 15),
 )
+# the sizes at which a block's slice of `fn` stays in its shared memory, and its columns are one round of its 16 warps
+MOST_RESIDENT_HIDDEN, MOST_RESIDENT_STREAMS = 4096, 4
+RESIDENT_CLUSTERS = 15
 PROJECT_TILE = 4
 PICKS_KEPT = 16384  # of (config, T): a pick costs a microsecond
 
@@ -62,7 +65,7 @@ def one_stream(config: MHCConfig, tokens: int) -> Variant:
 
 @functools.lru_cache(PICKS_KEPT)
 def many_streams(config: MHCConfig, tokens: int) -> Variant:
-    """The variant of a kernel on materialised streams; shared memory holds fewer tokens of wide streams."""
+    """The variant of `streams`; shared memory holds fewer tokens of wide streams."""
     hc, rows, cols = config.hc_mult, config.mix_rows, config.hidden_size // 8
     width = -(-(rows + 1) // 4) * 4
     token_bytes = 2 * (hc * cols + 16) + 2 * (1 + hc) * cols + 4 * (8 * rows + 2 * 9 * (width + 4) + 3 * width)
@@ -72,6 +75,25 @@ def many_streams(config: MHCConfig, tokens: int) -> Variant:
             f"hidden_size must leave room for a token in shared memory, got {config.hidden_size} with hc_mult {hc}"
         )
     return _pick(MANY_STREAMS, tokens, most)
+
+
+@functools.lru_cache(PICKS_KEPT)
+def of_streams(config: MHCConfig, tokens: int, has_norm: bool, source: str) -> tuple[Any, ...]:
+    """The kernel on materialised streams, its name and its factory's arguments.
+
+    Args:
+        config: shapes and constants.
+        tokens: T. A row is bitwise the same at every T, so it is never T that decides between the two kernels.
+        has_norm, source: see `mhc.kernels.streams`.
+    """
+    hidden = config.hidden_size
+    fits = hidden <= MOST_RESIDENT_HIDDEN and config.hc_mult <= MOST_RESIDENT_STREAMS
+    # collapsed and with warps that have no columns, it would spill registers
+    made_for = source in ("pre", "post_pre") or (source == "post_pre_collapsed" and hidden == MOST_RESIDENT_HIDDEN)
+    if fits and made_for:
+        return "resident", config, RESIDENT_CLUSTERS, has_norm, source
+    variant = many_streams(config, tokens)
+    return "streams", config, variant.tile, variant.clusters, has_norm, source
 
 
 def _pick(variants: tuple[Variant, ...], tokens: int, most_tile: int) -> Variant:
@@ -84,6 +106,7 @@ def factory(name: str) -> Callable[..., Any]:
     from mhc.kernels.fused import fused
     from mhc.kernels.gather import gather
     from mhc.kernels.post import post_map
+    from mhc.kernels.resident import resident
     from mhc.kernels.streams import streams
     from mhc.kernels.two_launch import finish, project_slices
 
@@ -93,6 +116,7 @@ def factory(name: str) -> Callable[..., Any]:
         "gather": gather,
         "post": post_map,
         "project": project_slices,
+        "resident": resident,
         "streams": streams,
     }
     return factories[name]
@@ -159,7 +183,7 @@ def reachable(config: MHCConfig, max_tokens: int) -> list[tuple[Any, ...]]:
     starts = {1, *(int(v.most) + 1 for v in (*ONE_STREAM, *MANY_STREAMS) if v.most != float("inf"))}
     kernels: dict[tuple[Any, ...], None] = {}
     for t in sorted(starts):
-        one, many = one_stream(config, t), many_streams(config, t)
+        one = one_stream(config, t)
         kernels["fused", config, one.tile, one.clusters, False, "table"] = None
         if t > max_tokens:
             continue
@@ -167,8 +191,8 @@ def reachable(config: MHCConfig, max_tokens: int) -> list[tuple[Any, ...]]:
             for outputs in ("all", "collapsed"):
                 kernels["fused", config, one.tile, one.clusters, norm, outputs] = None
             for source in ("pre", "post_pre", "post_pre_collapsed"):
-                kernels["streams", config, many.tile, many.clusters, norm, source] = None
-        kernels["streams", config, many.tile, many.clusters, False, "head"] = None
+                kernels[of_streams(config, t, norm, source)] = None
+        kernels[of_streams(config, t, False, "head")] = None
     for norm in (True, False):
         kernels["finish", config, norm] = None
         for collapsed in (True, False):

@@ -122,6 +122,15 @@ def test_a_pick_changes_at_the_boundaries_alone(hidden: int, hc: int, tokens: in
         assert picked in [v._replace(tile=picked.tile) for v in variants_ if v.tile >= picked.tile]
 
 
+def test_tokens_never_decide_which_kernel_takes_streams() -> None:
+    for hidden, hc in itertools.product((64, 4096, 4160, 7168), range(2, 9)):
+        resident = {"pre": 4096, "post_pre": 4096} if hc <= 4 else {}
+        resident |= {"post_pre_collapsed": 4096} if hc <= 4 and hidden >= 4096 else {}
+        for source in ("pre", "post_pre", "post_pre_collapsed", "head"):
+            names = {launch.of_streams(MHCConfig(hidden, hc), tokens, False, source)[0] for tokens in BOUNDARIES}
+            assert names == {"resident" if hidden <= resident.get(source, 0) else "streams"}
+
+
 def test_more_tokens_never_take_a_smaller_tile() -> None:
     for (hidden, hc), pick in itertools.product(itertools.product((64, 4096, 7168), range(2, 9)), PICKS):
         tiles = [pick(MHCConfig(hidden, hc), tokens).tile for tokens in BOUNDARIES]
@@ -156,6 +165,11 @@ def test_the_widest_tile_of_one_stream_fits_into_shared_memory(hidden: int, hc: 
     assert kernel.dynamic_shared <= MOST_SHARED_BYTES
     # and 8 tokens more, as many as a tensor core takes, would not have fitted
     assert widest.tile == 32 or kernel.dynamic_shared / widest.tile * (widest.tile + 8) > 0.95 * MOST_SHARED_BYTES
+
+
+def test_the_resident_fn_fits_into_shared_memory() -> None:
+    (kernel,) = lowered(launch.of_streams(MHCConfig(4096), 1, True, "post_pre")).kernels
+    assert kernel.dynamic_shared <= MOST_SHARED_BYTES - 1024  # its barriers are beside it
 
 
 @pytest.mark.parametrize(("hidden", "hc"), [(4096, 4), (5120, 4), (7168, 4), (4096, 8), (5120, 8), (7168, 8)])

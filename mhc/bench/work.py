@@ -1,13 +1,15 @@
 """Bytes and operations of an op as each implementation performs it, counted from shapes.
 
 Bytes count every input read once and every output written once, plus what an implementation itself writes and reads
-again between its launches; scratch below a hundredth of that is left out. `floor_bytes` counts inputs and outputs of
-the op alone, by its least traffic: the first pre as a table lookup.
+again, between its launches or within one; scratch below a hundredth of that is left out. `floor_bytes` counts inputs
+and outputs of the op alone, by its least traffic: the first pre as a table lookup.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+from mhc.launch import MOST_RESIDENT_HIDDEN, MOST_RESIDENT_STREAMS
 
 BF16, FP32, INT64 = 2, 4, 8
 OPS = ("first_pre", "post_pre", "first_pre_then_post_pre")
@@ -154,8 +156,12 @@ def _post_pre(impl: str, t: int, h: int, hc: int, iters: int) -> Work:
     read, written = x + hc * x + mixes + fn + norm, hc * x + x + mixes
     if impl == "floor_copy":
         return Work(read, written, 0, 1)
-    # vLLM: the new streams are written, then read by the projection (above 16 tokens) and again by the collapse
-    again = 0 if impl == "mhc_post_pre" else hc * x * (1 if t <= 16 else 2)
+    # vLLM: the new streams are written, then read by the projection (above 16 tokens) and again by the collapse; ours
+    # reads them for the collapse where it keeps `fn` in shared memory rather than the streams
+    if impl == "mhc_post_pre":
+        again = hc * x if h <= MOST_RESIDENT_HIDDEN and hc <= MOST_RESIDENT_STREAMS else 0
+    else:
+        again = hc * x * (1 if t <= 16 else 2)
     launches = 1 if impl == "mhc_post_pre" else 2 if t <= 16 else 3
     barriers = 2 if impl == "mhc_post_pre" else 0
     return Work(read + again, written, flops, launches, barriers=barriers, sinkhorns=iters, projected=t * hc * h)

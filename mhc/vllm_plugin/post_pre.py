@@ -83,7 +83,7 @@ class PostPre:
         try:
             if fn.is_cuda:
                 for name, *args in launch.reachable(config, ALL_TOKENS):
-                    if name == "streams" and args[-2:] == [True, "post_pre"]:
+                    if args[-2:] == [True, "post_pre"]:
                         launch.kernel(fn.get_device(), name, *args)
             error = max(check(config, fn, scale, base, norm_weight, tokens) for tokens in TOKENS)
         except Rejected as rejected:

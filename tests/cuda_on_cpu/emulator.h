@@ -87,13 +87,14 @@ struct Bulk {
   Block *source, *target;
   MBarrier* barrier;
   Copy copy;
+  float value[4];  // copied where `copy` names no source
 };
 static std::vector<Bulk> in_flight;
 
 static void land(const Bulk& b) {
   if (!b.target->alive) fail("a bulk copy lands in a cluster peer that has exited");
   if (!b.source->alive) fail("a block exited while its bulk copy was in flight");
-  memcpy(b.copy.to, b.copy.from, b.copy.bytes);
+  memcpy(b.copy.to, b.copy.from ? b.copy.from : b.value, b.copy.bytes);
   b.barrier->bytes -= b.copy.bytes;
   b.barrier->settle();
 }
@@ -112,6 +113,21 @@ static void bulk_copy(void* to, const void* from, int rank, size_t bytes, const 
   shared_offset((const char*)from + bytes - 1), shared_offset((char*)to + bytes - 1);
   Bulk b = {self->block, &peer, &mbarrier(peer, shared_offset(barrier)), {peer_shared(to, rank), from, bytes}};
   mbarrier_arrive(*b.barrier, bytes);
+  if (lands_at_once())
+    land(b);
+  else
+    in_flight.push_back(b);
+}
+
+// An asynchronous store of four floats into a peer's shared memory: as a bulk copy, out of registers, and its bytes have
+// been or will be announced there.
+static void async_store(const float (&value)[4], const void* to, int rank, const void* barrier) {
+  if ((uintptr_t)to % 16) fail("asynchronous stores of four floats are aligned to 16 bytes");
+  Block& peer = peer_block(rank);
+  if (&peer == self->block) fail("an asynchronous store must go to another block of the cluster");
+  shared_offset((const char*)to + 15);
+  Bulk b = {&peer, &peer, &mbarrier(peer, shared_offset(barrier)), {peer_shared(to, rank), nullptr, sizeof b.value}};
+  memcpy(b.value, value, sizeof b.value);
   if (lands_at_once())
     land(b);
   else

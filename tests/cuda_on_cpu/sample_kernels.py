@@ -189,6 +189,55 @@ def cluster_send(width: int = 128) -> Any:
     return send_kernel
 
 
+def cluster_store(width: int = 128) -> Any:
+    """As `cluster_sum`, by asynchronous stores of four floats, whose bytes an mbarrier there counts."""
+    tokens = T.dynamic("tokens")
+
+    @T.prim_func
+    def store_kernel(x: T.Tensor((tokens, 4, width), "float32"), y: T.Tensor((tokens, 4, width), "float32")):
+        with T.ClusterKernel(4, threads=width, cluster_dims=(4, 1, 1)) as block:
+            tid = T.get_thread_binding()
+            gathered = T.alloc_shared((2, 4, width), "float32")
+            arrived = T.alloc_barrier([1, 1])
+            quad = T.alloc_local((4,), "float32")
+            T.cluster_sync()
+            for row in T.serial(tokens):
+                if tid < 32:
+                    for e in T.vectorized(4):
+                        quad[e] = x[row, block, tid * 4 + e]
+                    for rank in T.serial(4):
+                        if rank == block:
+                            for e in T.vectorized(4):
+                                gathered[row % 2, block, tid * 4 + e] = quad[e]
+                        else:
+                            T.evaluate(
+                                T.call_extern(
+                                    "handle",
+                                    "mhc_send",
+                                    quad[0],
+                                    quad[1],
+                                    quad[2],
+                                    quad[3],
+                                    T.access_ptr(gathered[row % 2, block, tid * 4], "w", extent=4),
+                                    arrived[row % 2],
+                                    rank,
+                                )
+                            )
+                    T.sync_warp()
+                    if tid == 0:
+                        T.mbarrier_arrive_expect_tx(arrived[row % 2], 3 * 4 * width)
+                T.mbarrier_wait_parity(arrived[row % 2], row // 2 % 2)
+                y[row, block, tid] = (
+                    gathered[row % 2, 0, tid]
+                    + gathered[row % 2, 1, tid]
+                    + gathered[row % 2, 2, tid]
+                    + gathered[row % 2, 3, tid]
+                )
+                T.sync_threads()
+
+    return store_kernel
+
+
 def last_block_sum(blocks: int = 7) -> Any:
     """out[0] = sum(x): every block leaves a part; the last to draw an atomic ticket adds them in order."""
 

@@ -76,10 +76,11 @@ def test_clusters_and_distributed_shared_memory(kernel: Any, seed: int) -> None:
     assert torch.equal(y, (x[:, 0] + x[:, 1] + x[:, 2] + x[:, 3]).unsqueeze(1).expand(3, 4, 128))
 
 
+@pytest.mark.parametrize("name", ["cluster_send", "cluster_store"])
 @pytest.mark.parametrize("seed", range(6))
-def test_bulk_copies_and_mbarriers(kernel: Any, seed: int) -> None:
+def test_bulk_copies_asynchronous_stores_and_mbarriers(kernel: Any, seed: int, name: str) -> None:
     x, y = random(5, 4, 128), poisoned(5, 4, 128, dtype=FP32)
-    run(kernel("cluster_send"), seed, pass_configs=NO_AUTO_SYNC, x=x, y=y)
+    run(kernel(name), seed, pass_configs=NO_AUTO_SYNC, x=x, y=y)
     assert torch.equal(y, (x[:, 0] + x[:, 1] + x[:, 2] + x[:, 3]).unsqueeze(1).expand(5, 4, 128))
 
 
@@ -254,6 +255,24 @@ def test_a_broken_bulk_copy_is_noticed(kernel: Any, edit: Callable[[str], str], 
     x = random(5, 4, 128)
     want = {"y": x.sum(1, keepdim=True).expand(5, 4, 128)}
     assert re.search(says, outcome(Emulated(lower(kernel("cluster_send"), NO_AUTO_SYNC), edit), want, x=x))
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (replaced(r"arrived\[.*\]\.wait\(.*\);", ""), "poison|wrong|more arrivals"),
+        (replaced(r"expect_tx\(1536\)", "expect_tx(1552)"), "wait at mbarrier"),
+        (replaced(r"expect_tx\(1536\)", "expect_tx(1520)"), "poison|wrong|has exited|wait at mbarrier"),
+        (replaced(r"tl::cluster_sync\(\);", ""), "has not started|before its init"),
+        (replaced(r"mhc_send\((.*), \(&\(", r"mhc_send(\1, 1 + (&("), "aligned to 16 bytes"),
+        (replaced(r"(mhc_send\(.*), rank\);", r"\1, blockIdx.x);"), "another block"),
+    ],
+    ids=["wait", "too many", "too few", "start", "alignment", "itself"],
+)
+def test_a_broken_asynchronous_store_is_noticed(kernel: Any, edit: Callable[[str], str], says: str) -> None:
+    x = random(5, 4, 128)
+    want = {"y": x.sum(1, keepdim=True).expand(5, 4, 128)}
+    assert re.search(says, outcome(Emulated(lower(kernel("cluster_store"), NO_AUTO_SYNC), edit), want, x=x))
 
 
 def test_an_uninitialised_local_is_noticed(kernel: Any) -> None:

@@ -30,12 +30,16 @@ Variant = tuple[Any, ...]  # name of the kernel, arguments of its factory
 
 @contextlib.contextmanager
 def one_cluster() -> Iterator[None]:
-    """Every launch has a single cluster that takes two tokens at a time: many steps out of few tokens."""
+    """Every launch has a single cluster that takes few tokens at a time, most kernels two: many steps."""
 
     def pick(config: MHCConfig, tokens: int) -> launch.Variant:
         return launch.Variant(math.inf, 2, 1)
 
-    with mock.patch.multiple(cuda, one_stream=pick, many_streams=pick):
+    def pick_of_streams(config: MHCConfig, tokens: int, has_norm: bool, source: str) -> Variant:
+        name = launch.of_streams(config, tokens, has_norm, source)[0]
+        return name, config, *((1,) if name == "resident" else (2, 1)), has_norm, source
+
+    with mock.patch.multiple(cuda, one_stream=pick, of_streams=pick_of_streams):
         yield
 
 

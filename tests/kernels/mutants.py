@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from unittest import mock
 
 import torch
@@ -16,7 +17,7 @@ from mhc.config import MHCConfig
 
 from .builds import Variant, lowered, one_cluster, variants
 from .conftest import EmulatedLaunch
-from .table import OPS, problem
+from .table import OPS, Op, problem
 
 BARRIER = re.compile(
     # the one behind the initialisation of barriers is TileLang's own
@@ -24,26 +25,56 @@ BARRIER = re.compile(
     r"|tl::__sync_thread_partial\([^;]*\);|tl::__named_barrier_arrive\([^;]*\);"
     r"|\w+\[[^;]*\]\.wait\([^;]*\);|tl::cp_async_wait<\d+>\(\);|tl::tma_store_wait<[^;]*;"
 )
+# what orders the threads of a kernel whose every barrier would take minutes; the emulator starts a cluster's blocks
+# together, so that their first meeting goes unmissed
+WAIT = re.compile(r"tl::__sync_thread_partial\(\d+, \d+\);|\w+\[[^;]*\]\.wait\([^;]*\);")
 SEEDS = (0, 1, 2, 3)
-TOKENS = 11  # of a cluster that takes two at a time
-OP = next(op for op in OPS if op.name == "pre_broadcast-fused")
 CONFIG = MHCConfig(64)
 
 
-def variant() -> Variant:
-    """The kernel that is broken."""
-    with one_cluster():
-        return variants(OP, CONFIG, (TOKENS,))[0]
+@dataclass(frozen=True)
+class Victim:
+    """A kernel that is broken.
+
+    Args:
+        op: name of its op.
+        tokens: as many as make many steps of one cluster.
+        removed: what is removed, each alone.
+        redundant: how many of these change nothing.
+    """
+
+    op: str
+    tokens: int
+    removed: re.Pattern[str]
+    redundant: int
+
+    @property
+    def variant(self) -> Variant:
+        with one_cluster():
+            return variants(_op(self.op), CONFIG, (self.tokens,))[0]
+
+    def removals(self) -> list[tuple[int, int]]:
+        """Spans of what is removed, each alone."""
+        return [match.span() for match in self.removed.finditer(lowered(self.variant).source)]
+
+    def __str__(self) -> str:
+        return self.op
 
 
-def removals(source: str) -> list[tuple[int, int]]:
-    """Spans of the barriers, waits and arrivals."""
-    return [match.span() for match in BARRIER.finditer(source)]
+VICTIMS = (
+    Victim("pre_broadcast-fused", 11, BARRIER, 1),
+    # a barrier that holds loads together, a wait for what the whole block has waited for
+    Victim("post_pre", 47, WAIT, 2),
+)
+
+
+def _op(name: str) -> Op:
+    return next(op for op in OPS if op.name == name)
 
 
 def shifted(source: str, tensor: str) -> str:
     """The source with every store to `tensor` eight elements late."""
-    source = source.replace(f"(&({tensor}[", f"(&({tensor}[8 + ")  # the target of a bulk copy
+    source = source.replace(f"(&({tensor}[", f"(&({tensor}[8 + ")  # the target of a bulk copy or a cached store
     return re.sub(rf"(?m)^(\s*)\*\((\w+)\*\)\({tensor} \+ |^(\s*){tensor}\[", _eight_late(tensor), source)
 
 
@@ -56,16 +87,17 @@ def _eight_late(tensor: str) -> Callable[[re.Match[str]], str]:
     return replacement
 
 
-def verdict(edit: tuple[int, int] | str) -> str:
+def verdict(victim: Victim, edit: tuple[int, int] | str) -> str:
     """Run the op with one bug planted.
 
     Args:
+        victim: the kernel.
         edit: the span of source to remove, or the tensor whose stores to shift.
 
     Returns:
         How it was noticed, or `unnoticed`; and what the bug was.
     """
-    kernel = lowered(variant())
+    kernel = lowered(victim.variant)
     source = kernel.source
     if isinstance(edit, str):
         bug, broken = f"stores to {edit}", Emulated(kernel, lambda text: shifted(text, edit))
@@ -73,10 +105,10 @@ def verdict(edit: tuple[int, int] | str) -> str:
         start, end = edit
         bug = f"line {source[:start].count(chr(10)) + 1}: {source[start:end]}"
         broken = Emulated(kernel, lambda text: text[:start] + text[end:])
-    want = _outputs(Emulated(kernel), 0)
+    want = _outputs(victim, Emulated(kernel), 0)
     for seed in SEEDS:
         try:
-            got = _outputs(broken, seed)
+            got = _outputs(victim, broken, seed)
         except (KernelError, AssertionError) as error:
             return f"{bug}: {error}"
         if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, want, strict=True)):
@@ -94,8 +126,8 @@ class _One:
         return self._emulated
 
 
-def _outputs(emulated: Emulated, seed: int) -> list[Tensor]:
+def _outputs(victim: Victim, emulated: Emulated, seed: int) -> list[Tensor]:
     on_emulator = EmulatedLaunch(_One(emulated))
     on_emulator.seed = seed
     with mock.patch.object(launch, "kernel", on_emulator.kernel):
-        return [t.contiguous() for t in OP.call(problem(CONFIG, TOKENS))]
+        return [t.contiguous() for t in _op(victim.op).call(problem(CONFIG, victim.tokens))]
