@@ -74,6 +74,8 @@ def many_streams(config: MHCConfig, tokens: int) -> Variant:
         raise ValueError(
             f"hidden_size must leave room for a token in shared memory, got {config.hidden_size} with hc_mult {hc}"
         )
+    if config.hidden_size > 4096:
+        most = min(most, 13)  # a 14th token would spill
     return _pick(MANY_STREAMS, tokens, most)
 
 

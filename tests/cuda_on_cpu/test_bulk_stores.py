@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from . import sample_kernels
+from . import sample_clusters
 from .lowering import Lowered, lower
 from .runner import Emulated, poisoned
 from .test_emulator import NO_AUTO_SYNC, outcome, random, replaced
@@ -16,7 +16,7 @@ from .test_emulator import NO_AUTO_SYNC, outcome, random, replaced
 
 @pytest.fixture(scope="module")
 def repeat() -> Lowered:
-    return lower(sample_kernels.bulk_repeat(), NO_AUTO_SYNC)
+    return lower(sample_clusters.bulk_repeat(), NO_AUTO_SYNC)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from . import runner, sample_kernels
+from . import runner, sample_clusters, sample_kernels
 from .lowering import SIMT, lower
 from .runner import Emulated, KernelError, emulated, poisoned, run, still_poisoned
 
@@ -26,7 +26,8 @@ def _kernel() -> Callable[..., Any]:
 
     def get(name: str, *args: Any) -> Any:
         if (name, args) not in made:
-            made[name, args] = getattr(sample_kernels, name)(*args)
+            module = sample_clusters if hasattr(sample_clusters, name) else sample_kernels
+            made[name, args] = getattr(module, name)(*args)
         return made[name, args]
 
     return get
