@@ -90,9 +90,7 @@ def of_streams(config: MHCConfig, tokens: int, has_norm: bool, source: str) -> t
     """
     hidden = config.hidden_size
     fits = hidden <= MOST_RESIDENT_HIDDEN and config.hc_mult <= MOST_RESIDENT_STREAMS
-    # collapsed and with warps that have no columns, it would spill registers
-    made_for = source in ("pre", "post_pre") or (source == "post_pre_collapsed" and hidden == MOST_RESIDENT_HIDDEN)
-    if fits and made_for:
+    if fits and source in ("pre", "post_pre"):
         return "resident", config, RESIDENT_CLUSTERS, has_norm, source
     variant = many_streams(config, tokens)
     return "streams", config, variant.tile, variant.clusters, has_norm, source

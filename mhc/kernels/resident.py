@@ -35,8 +35,7 @@ def resident(config: MHCConfig, clusters: int, has_norm: bool, source: str):
         config: shapes and constants; H at most 4096, hc at most 4.
         clusters: most clusters launched; they share the tokens equally, tile after tile.
         has_norm: whether the layer input is RMS-normed (else `weight` is not read).
-        source: `pre` reads streams; `post_pre` makes them from (o, r, post, comb) and writes them; `post_pre_collapsed`
-            makes them from (o, x, post).
+        source: `pre` reads streams; `post_pre` makes them from (o, r, post, comb) and writes them.
     """
     hidden, hc = config.hidden_size, config.hc_mult
     shape = Shape(config, source)
@@ -84,7 +83,7 @@ def resident(config: MHCConfig, clusters: int, has_norm: bool, source: str):
             if shape.is_post:
                 load_gates(shape, old_post, old_comb, gates, 0, begin, end, tid)
                 load_row(shape, o, ob, rank, begin, end, tid)
-            load(shape, shape.sources, r, x, rank, begin, end, tid)
+            load(shape, hc, r, x, rank, begin, end, tid)
             sync()  # or the compiler puts off the loads
             fetch_fn(shape, fn, fn_smem, rank, tid)
             if shape.is_post:
@@ -125,7 +124,7 @@ def resident(config: MHCConfig, clusters: int, has_norm: bool, source: str):
                     if s + 1 < steps:
                         if shape.is_post:
                             load_row(shape, o, ob, rank, t0 + TILE, end, tid)
-                        load(shape, shape.sources, r, x, rank, t0 + TILE, end, tid)
+                        load(shape, hc, r, x, rank, t0 + TILE, end, tid)
                 # the sums of s - 1 may be overwritten once those of s have been sent
                 if s <= steps:
                     sync()
@@ -168,38 +167,6 @@ def resident(config: MHCConfig, clusters: int, has_norm: bool, source: str):
             body(r, r, base, base, fn, scale, base, weight, r, *flat(config, tokens, post, comb), layer_input)
 
         return pre_kernel
-
-    if source == "post_pre_collapsed":
-
-        @T.prim_func
-        def post_pre_collapsed_kernel(
-            o: row_type(),
-            x: row_type(),
-            old_post: T.Tensor((tokens, hc), "float32"),
-            fn: fn_type(),
-            scale: scale_type(),
-            base: base_type(),
-            weight: weight_type(),
-            out: stream_type(),
-            post: post_type(),
-            comb: comb_type(),
-            layer_input: row_type(),
-        ):
-            body(
-                o,
-                T.reshape(x, (tokens, 1, hidden)),
-                old_post,
-                base,
-                fn,
-                scale,
-                base,
-                weight,
-                out,
-                *flat(config, tokens, post, comb),
-                layer_input,
-            )
-
-        return post_pre_collapsed_kernel
 
     @T.prim_func
     def post_pre_kernel(

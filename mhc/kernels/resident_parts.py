@@ -17,7 +17,8 @@ BATCH = 32  # steps whose comb is computed at once, a lane a token
 # TileLang has no names for these instructions. `mhc_send` stores four floats in the shared memory of block `rank`, at
 # the same place as here, and counts their bytes there at a barrier: no fence, no buffer to send from.
 PRELUDE = """
-#ifdef __CUDACC__
+#if defined(__CUDACC__) && !defined(MHC_RESIDENT)  // once, where several kernels share a source
+#define MHC_RESIDENT
 __forceinline__ __device__ void mhc_prefetch(const void* from, unsigned bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes));
 }
@@ -65,19 +66,14 @@ class Shape:
 
     @property
     def is_post(self) -> bool:
-        return self.source.startswith("post_pre")
-
-    @property
-    def sources(self) -> int:
-        """Streams read: an embedding's are equal."""
-        return 1 if self.source == "post_pre_collapsed" else self.streams
+        return self.source == "post_pre"
 
     @property
     def gates(self) -> int:
-        """Floats a token of the post map: post and, unless the streams are equal, comb."""
+        """Floats a token of the post map: post and comb."""
         if not self.is_post:
             return 0
-        return self.streams if self.sources == 1 else self.streams * (1 + self.streams)
+        return self.streams * (1 + self.streams)
 
     @property
     def row_tiles(self) -> int:

@@ -24,10 +24,10 @@ def prefetch(shape, o, r, rank, t0, end, tid):
     lane = tid % 32
     t = t0 + tid // 32
     if t < end and tid // 32 < TILE:
-        if lane < shape.sources:
+        if lane < shape.streams:
             prefetch_row(r[T.cast(t, "int64"), lane, rank * cols], cols)
         if shape.is_post:  # noqa: SIM102 (known to the compiler, unlike the next)
-            if lane == shape.sources:
+            if lane == shape.streams:
                 prefetch_row(o[T.cast(t, "int64"), rank * cols], cols)
 
 
@@ -77,7 +77,7 @@ def post_map(shape, x, ob, gates, out, parity, rank, t0, end, tid):
     hc = shape.streams
     t = token(tid)
     of = T.alloc_local((2,), "float32")
-    rf = T.alloc_local((shape.sources * 2,), "float32")
+    rf = T.alloc_local((shape.streams * 2,), "float32")
     p = T.alloc_local((shape.gates,), "float32")
     kb = T.alloc_local((2,), "bfloat16")
     value = T.alloc_local((2,), "float32")
@@ -87,18 +87,15 @@ def post_map(shape, x, ob, gates, out, parity, rank, t0, end, tid):
     for q in T.unroll(4):
         of[0] = first(ob[q])
         of[1] = second(ob[q])
-        for j in T.unroll(shape.sources):
+        for j in T.unroll(shape.streams):
             rf[j * 2] = first(x[j * 4 + q])
             rf[j * 2 + 1] = second(x[j * 4 + q])
         for k in T.unroll(hc):
             # r'[k] = post_k * o + sum_j comb[j, k] * r[j]
             for e in T.unroll(2):
                 value[e] = p[k] * of[e]
-                if shape.sources == 1:
-                    value[e] += rf[e]
-                else:
-                    for j in T.unroll(hc):
-                        value[e] += p[(1 + j) * hc + k] * rf[j * 2 + e]
+                for j in T.unroll(hc):
+                    value[e] += p[(1 + j) * hc + k] * rf[j * 2 + e]
             for e in T.vectorized(2):
                 kb[e] = T.cast(value[e], "bfloat16")
             x[k * 4 + q] = T.reinterpret(kb[T.Ramp(0, 1, 2)], "uint32")
