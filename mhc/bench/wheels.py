@@ -29,6 +29,7 @@ SETS: dict[str, tuple[str, ...]] = {
     "peers": (
         "tilelang==0.1.9",
         "apache-tvm-ffi==0.1.10",
+        "z3-solver==4.15.4.0",  # TileLang looks for it beside itself
         "tile-kernels==1.0.0",
         "pyzmq==27.3.0",
         "cbor2==6.3.0",
