@@ -36,7 +36,7 @@ def test_with_good_records_every_section_draws_and_holds(tmp_path, monkeypatch):
     assert len(executed.displayed(RECORD_MIME)) == 2
     found = claims(executed)
     assert all(found.values())
-    assert {"Greedy tokens are those of unpatched vLLM in every mode."} <= set(found)
+    assert any(text.endswith("greedy tokens are those of unpatched vLLM.") for text in found)
     text = json.dumps([cell.get("outputs", []) for cell in executed.node.cells])
     assert "No serving record" not in text
     assert "not met" in text  # 14 us of 3,400 at 448 tokens: a target missed is a row

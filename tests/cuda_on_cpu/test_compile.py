@@ -49,6 +49,7 @@ def test_launches_are_read() -> None:
     calls: Any = in_process(
         """
 import torch
+from cuda_on_cpu import sample_clusters
 from cuda_on_cpu import sample_kernels as samples
 from cuda_on_cpu.launches import host_stub, taken_launches
 
@@ -59,7 +60,7 @@ def launches(kernel, *shapes):
 result = {
     "plain": launches(samples.reverse(), (3, 96), (3, 96)),
     "two": launches(samples.two_kernels(), (3, 64), (3, 64), (3, 64)),
-    "cluster": launches(samples.cluster_sum(), (3, 4, 128), (3, 4, 128)),
+    "cluster": launches(sample_clusters.cluster_sum(), (3, 4, 128), (3, 4, 128)),
     "grid": launches(samples.grid_shift(), (5,), (5,), (1,), (5,)),
 }
 """
