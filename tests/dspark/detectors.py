@@ -193,7 +193,12 @@ def derived_weight_is_made_by_the_hook_alone(rank=0, arm="broadcast"):
     target, source = make_pair(dtype=DTYPES[arm])
     with torch.device("meta"):
         draft = DSparkDraft(target.config)
-    draft = to_inference(draft, DTYPES[arm]).to_empty(device="cpu").bind(target)
+    # `empty` then fills with NaN: memory that an earlier pair has freed can hold the very weights that are missing
+    torch.use_deterministic_algorithms(True)
+    try:
+        draft = to_inference(draft, DTYPES[arm]).to_empty(device="cpu").bind(target)
+    finally:
+        torch.use_deterministic_algorithms(False)
     draft.pipeline_rank = rank
     for name, parameter in draft.named_parameters():
         parameter.data.copy_(source.get_parameter(name))
