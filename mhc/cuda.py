@@ -68,6 +68,11 @@ def table_rows(
         run(x, fn, scale, base, *out)
 
 
+def _id_dtype(ids: Tensor) -> str:
+    """How the gather is compiled for these ids; others than int32 its host stub refuses unless they are int64."""
+    return "int32" if ids.dtype == torch.int32 else "int64"
+
+
 def gather(
     ids: Tensor,
     embedding: Tensor,
@@ -81,8 +86,7 @@ def gather(
     layer_input = embedding.new_empty(tokens, config.hidden_size)
     if tokens:
         weight = norm_weight if norm_weight is not None else embedding[0]
-        id_dtype = "int32" if ids.dtype == torch.int32 else "int64"
-        run = launch.kernel(ids.get_device(), "gather", config, norm_weight is not None, False, id_dtype)
+        run = launch.kernel(ids.get_device(), "gather", config, norm_weight is not None, False, _id_dtype(ids))
         run(ids, embedding, *table, weight, residual, post, comb, layer_input)
     return residual, post, comb, layer_input
 
@@ -99,8 +103,7 @@ def gather_collapsed(
     post = table[0].new_empty(tokens, config.hc_mult)
     if tokens:
         weight = norm_weight if norm_weight is not None else embedding[0]
-        id_dtype = "int32" if ids.dtype == torch.int32 else "int64"
-        run = launch.kernel(ids.get_device(), "gather", config, norm_weight is not None, True, id_dtype)
+        run = launch.kernel(ids.get_device(), "gather", config, norm_weight is not None, True, _id_dtype(ids))
         run(ids, embedding, table[0], table[2], weight, x, post, layer_input)
     return x, post, layer_input
 
@@ -135,11 +138,9 @@ def post_pre(
     layer_input = torch.empty_like(output)
     if tokens:
         weight = norm_weight if norm_weight is not None else output[0]
-        source, old = (
-            ("post_pre", (residual, post, comb)) if comb is not None else ("post_pre_collapsed", (residual, post))
-        )
+        source = "post_pre" if comb is not None else "post_pre_collapsed"
         run = launch.kernel(output.get_device(), *of_streams(config, tokens, norm_weight is not None, source))
-        run(output, *old, fn, scale, base, weight, out, new_post, new_comb, layer_input)
+        run(output, *_old(residual, post, comb), fn, scale, base, weight, out, new_post, new_comb, layer_input)
     return out, new_post, new_comb, layer_input
 
 
@@ -149,9 +150,13 @@ def post(output: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None) ->
     out = output.new_empty(tokens, hc, hidden)
     if tokens:
         run = launch.kernel(output.get_device(), "post", hidden, hc, comb is None)
-        old = (residual, post, comb) if comb is not None else (residual, post)
-        run(output, *old, out)
+        run(output, *_old(residual, post, comb), out)
     return out
+
+
+def _old(residual: Tensor, post: Tensor, comb: Tensor | None) -> tuple[Tensor, ...]:
+    """What a finished sub-layer left behind, as kernels take it; collapsed, there is no comb."""
+    return (residual, post) if comb is None else (residual, post, comb)
 
 
 def head(residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, config: MHCConfig) -> Tensor:
