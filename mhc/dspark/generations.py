@@ -1,4 +1,4 @@
-"""The target's own answers to train questions: what a draft learns to foresee."""
+"""The target's own answers to train questions: what sharpens it, and what a draft learns to foresee."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def answer(
     rounds: int,
     seed: int,
     *,
+    temperature: float = 1.0,
     max_new_tokens: int = MAX_TOKENS,
     capture: bool = True,
 ) -> list[Sample]:
-    """Answer every question `rounds` times at temperature 1.
+    """Answer every question `rounds` times.
 
     The first round asks the questions as they are, the others with perturbed numbers (`corpus.perturb`).
 
@@ -38,6 +39,7 @@ def answer(
         problems: only their questions are used.
         rounds: at least 1.
         seed: of sampling and perturbation.
+        temperature: of sampling; 0 is greedy.
         max_new_tokens: an answer not ended by then is kept as far as it got.
         capture: replay rounds as CUDA graphs, where there is CUDA.
     """
@@ -54,7 +56,7 @@ def answer(
         target,
         prompts,
         max_new_tokens,
-        temperature=1.0,
+        temperature=temperature,
         seed=seed,
         batch_size=BATCH,
         capture=capture and target.embed.weight.is_cuda,

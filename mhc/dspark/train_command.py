@@ -1,26 +1,32 @@
 """Train the miniature pair on GSM8K's train split: the target, then its draft.
 
-`train target` makes tokenizer, target and card; `train draft` adds a draft, from the target's own generations. Both
-resume where a kill left them (checkpoints in --work), and write a loss curve as JSONL. The test split is never read.
+`train target` makes tokenizer, target and card. It ends with a sharpening: the target is trained on its own greedy
+answers to train questions, after which, as in post-trained models, little is left to chance at temperature 1.
+`train draft` adds a draft, from the target's own generations at temperature 1. Both resume where a kill left them
+(checkpoints in --work), and write a loss curve as JSONL. The test split is never read.
 
-  python -m mhc train target --data GSM8K --out DIR --work WORK     at most 3.3 minutes of training
-  python -m mhc train draft --data GSM8K --out DIR --work WORK      generations, then at most 2.7 minutes of training
+  python -m mhc train target --data GSM8K --out DIR --work WORK     generations, and at most 3 minutes of training
+  python -m mhc train draft --data GSM8K --out DIR --work WORK      generations, and at most 6 minutes of training
   python -m mhc gsm8k record --data GSM8K --model DIR --out DIR     the evaluation
 
-Trial of all three: --steps 30 for both, --rounds 1 --questions 600 for the draft, --questions 64 --max-tokens 64 for
-the record. Without TileLang: --maps torch for the last two. On CUDA a training step is one CUDA graph for each padded
-length; --eager does without. The draft's last record holds `tau`, the acceptance length to expect at temperature 1.
+Trial of all three: --steps 30 for both, --sharpen-steps 0 for the target, --rounds 1 --questions 600 for the draft,
+--questions 64 --max-tokens 64 for the record. Without TileLang: --maps torch for all three. On CUDA a training step is
+one CUDA graph for each padded length; --eager does without. The draft's last record holds `tau`, the acceptance length
+to expect at temperature 1 from anchors spread evenly, which is more than decoding reaches: it stops at hard places.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from mhc.bench import machine
 from mhc.bench.records import free_path, run_line
@@ -29,9 +35,12 @@ from mhc.dspark import hyper
 from mhc.dspark import tokenizer as tokenizers
 from mhc.dspark.artifacts import CARD, TOKENIZER, load_pair, read_card, save_weights, update_card
 from mhc.dspark.config import V4Config
-from mhc.dspark.corpus import DEV_QUESTIONS, split
+from mhc.dspark.corpus import DEV_QUESTIONS, Sample, encode, split
+from mhc.dspark.initialise import to_inference
 from mhc.dspark.optimise import Plan, State
-from mhc.gsm8k.data import SHA256, Problem, load
+from mhc.dspark.target import Target
+from mhc.dspark.tokenizer import EOS_ID
+from mhc.gsm8k.data import SHA256, Problem, load, sha256
 from mhc.gsm8k.journal import Journal
 from mhc.gsm8k.prompts import prompt
 
@@ -44,11 +53,12 @@ def micro() -> V4Config:
     )
 
 
+SHARPEN_MINUTES, SHARPEN_LR = 1.0, 1e-3
 PRESETS: dict[str, Callable[[], V4Config]] = {"mini": V4Config.mini, "micro": micro}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`train target|draft`; the defaults train the committed pair in under 9 minutes on an H200."""
+    """`train target|draft`; the defaults train the committed pair in under 11 minutes on an H200."""
     parser.add_argument("model", choices=("target", "draft"))
     parser.add_argument("--data", help="folder with GSM8K's train.jsonl (default: MHC_GSM8K_DIR, else a download)")
     parser.add_argument("--out", type=Path, required=True, help="folder for weights, tokenizer, card and loss curves")
@@ -58,12 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--maps", default="kernels", choices=("kernels", "torch"), help="mHC in inference; torch needs no TileLang"
     )
     parser.add_argument("--preset", default="mini", choices=sorted(PRESETS), help="shapes (target only)")
-    parser.add_argument("--steps", type=int, help="optimiser steps (default: target 3000, draft 5000)")
-    parser.add_argument("--minutes", type=float, help="end the schedule there (default: target 3.3, draft 2.7)")
+    parser.add_argument("--steps", type=int, help="optimiser steps (default: target 1000, draft 9000)")
+    parser.add_argument("--minutes", type=float, help="end the schedule there (default: target 2, draft 6)")
     parser.add_argument("--lr", type=float, help="peak learning rate (default: target 2e-3, draft 1e-3)")
     parser.add_argument("--batch-size", type=int, default=64, help="sequences a step")
     parser.add_argument("--anchors", type=int, default=32, help="random anchors a sequence (draft only)")
-    parser.add_argument("--rounds", type=int, default=4, help="generations a train question (draft only)")
+    parser.add_argument("--rounds", type=int, help="generations a train question (default: target 3, draft 4)")
+    parser.add_argument("--sharpen-steps", type=int, default=800, help="of a target on its own greedy answers; 0: none")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, neither in training nor while generating")
     parser.add_argument("--questions", type=int, help="use only the first questions of the split, for trials")
     parser.add_argument("--dev-questions", type=int, default=DEV_QUESTIONS, help="held out of the train split's end")
@@ -114,7 +125,7 @@ def _target(args: argparse.Namespace, train_problems: list[Problem], dev_problem
     config = PRESETS[args.preset]()
     corpus = (f"{prompt(problem.question)} {problem.answer}" for problem in train_problems)
     tokenizer = tokenizers.train(corpus, config.vocab_size)
-    plan = _plan(args, steps=3000, minutes=3.3, lr=2e-3, weight_decay=0.1)
+    plan = _plan(args, steps=1000, minutes=2.0, lr=2e-3, weight_decay=0.1)
     checkpoint = args.work / "target.pt"
     target, state = train_target(
         config,
@@ -127,31 +138,88 @@ def _target(args: argparse.Namespace, train_problems: list[Problem], dev_problem
         args.device,
         eager=args.eager,
     )
+    states = [state]
+    extra: dict[str, Any] = {}
+    if args.sharpen_steps:
+        sharpening = dataclasses.replace(plan, steps=args.sharpen_steps, minutes=SHARPEN_MINUTES, lr=SHARPEN_LR)
+        states.append(_sharpen(args, target, tokenizer, train_problems, dev_problems, sharpening))
+        extra = {"sharpening": dataclasses.asdict(sharpening) | {"final": states[1].curve[-1]}}
     if not (args.out / TOKENIZER).exists():
         tokenizer.save(str(args.out / TOKENIZER))
     save_weights(args.out, "target", target)
-    _finish(args, config, plan, state, train_problems, dev_problems)
+    _finish(args, config, plan, states, train_problems, dev_problems, **extra)
+
+
+def _sharpen(
+    args: argparse.Namespace,
+    target: Target,
+    tokenizer: Tokenizer,
+    train_problems: list[Problem],
+    dev_problems: list[Problem],
+    plan: Plan,
+) -> State:
+    """Train the target on, in place, on its own greedy answers: those that come to an end."""
+    from mhc.dspark.train_target import fit
+
+    frozen = copy.deepcopy(target)
+    to_inference(frozen, _inference_dtype(args.device))
+    before = sha256((args.work / "target.pt").read_bytes())
+    train_samples, dev_samples = _answers(
+        args, "sharpening", before, frozen, tokenizer, train_problems, dev_problems, args.rounds or 3, temperature=0.0
+    )
+    ended = [sample for sample in train_samples if sample.ids[-1] == EOS_ID]
+    if len(ended) < args.batch_size:
+        raise ValueError(
+            f"only {len(ended)} of {len(train_samples)} greedy answers end: train for more --steps, or do without "
+            "sharpening (--sharpen-steps 0)"
+        )
+    held_out = {"own": dev_samples, "answer": encode(tokenizer, dev_problems)}
+    checkpoint = args.work / "sharpening.pt"
+    return fit("sharpening", target, ended, held_out, plan, args.batch_size, checkpoint, args.device, eager=args.eager)
+
+
+def _answers(
+    args: argparse.Namespace,
+    name: str,
+    digest: str,
+    target: Target,
+    tokenizer: Tokenizer,
+    train_problems: list[Problem],
+    dev_problems: list[Problem],
+    rounds: int,
+    temperature: float,
+) -> tuple[list[Sample], list[Sample]]:
+    """The target's answers to train and to held-out questions, made once for the target with this digest."""
+    from mhc.dspark import generations
+
+    key = f"{digest}/{args.seed}/{rounds}/{len(train_problems)}/{len(dev_problems)}"
+    store = args.work / f"{name}.json"
+    asked = [*train_problems, *dev_problems]
+    samples = generations.cached(store, key)
+    if samples is None:
+        made = generations.answer(
+            target, tokenizer, asked, rounds, args.seed, temperature=temperature, capture=not args.eager
+        )
+        samples = generations.cached(store, key, made)
+        assert samples is not None
+    # a question is held out with all its rounds
+    train_samples = [sample for i, sample in enumerate(samples) if i % len(asked) < len(train_problems)]
+    return train_samples, samples[len(train_problems) : len(asked)]
+
+
+def _inference_dtype(device: str) -> torch.dtype:
+    return torch.bfloat16 if device == "cuda" else torch.float32
 
 
 def _draft(args: argparse.Namespace, train_problems: list[Problem], dev_problems: list[Problem]) -> None:
-    from mhc.dspark import generations
     from mhc.dspark.train_draft import train_draft
 
-    pair = load_pair(args.out, args.device, torch.bfloat16 if args.device == "cuda" else torch.float32)
-    digest = read_card(args.out)["sha256"]["target"]
-    key = f"{digest}/{args.seed}/{args.rounds}/{len(train_problems)}/{len(dev_problems)}"
-    store = args.work / "generations.json"
-    samples = generations.cached(store, key)
-    if samples is None:
-        asked = [*train_problems, *dev_problems]
-        made = generations.answer(pair.target, pair.tokenizer, asked, args.rounds, args.seed, capture=not args.eager)
-        samples = generations.cached(store, key, made)
-        assert samples is not None
-    # held out with all their rounds
-    period = len(train_problems) + len(dev_problems)
-    train_samples = [s for i, s in enumerate(samples) if i % period < len(train_problems)]
-    dev_samples = [s for i, s in enumerate(samples[:period]) if i >= len(train_problems)]
-    plan = _plan(args, steps=5000, minutes=2.7, lr=1e-3, weight_decay=0.0)
+    pair = load_pair(args.out, args.device, _inference_dtype(args.device))
+    digest, rounds = read_card(args.out)["sha256"]["target"], args.rounds or 4
+    train_samples, dev_samples = _answers(
+        args, "generations", digest, pair.target, pair.tokenizer, train_problems, dev_problems, rounds, temperature=1.0
+    )
+    plan = _plan(args, steps=9000, minutes=6.0, lr=1e-3, weight_decay=0.0)
     draft, state = train_draft(
         pair.target,
         train_samples,
@@ -164,15 +232,15 @@ def _draft(args: argparse.Namespace, train_problems: list[Problem], dev_problems
         eager=args.eager,
     )
     save_weights(args.out, "draft", draft)
-    extra = {"generations": len(samples), "rounds": args.rounds, "anchors": args.anchors}
-    _finish(args, pair.target.config, plan, state, train_problems, dev_problems, **extra)
+    extra = {"generations": len(train_samples), "rounds": rounds, "anchors": args.anchors}
+    _finish(args, pair.target.config, plan, [state], train_problems, dev_problems, **extra)
 
 
 def _finish(
     args: argparse.Namespace,
     config: V4Config,
     plan: Plan,
-    state: State,
+    states: list[State],
     train_problems: list[Problem],
     dev_problems: list[Problem],
     **extra: object,
@@ -180,18 +248,20 @@ def _finish(
     """Loss curve and card, last: a folder with a card is a finished one."""
     header = run_line(f"train-{args.model}", seed=args.seed, plan=dataclasses.asdict(plan))
     with Journal(free_path(args.out, header), header) as journal:
-        for record in state.curve:
-            journal.append(record)
+        for state in states:
+            for record in state.curve:
+                journal.append(record)
+    minutes = sum(state.elapsed_s for state in states) / 60
     summary = {
-        "steps": state.step,
-        "minutes": round(state.elapsed_s / 60, 2),
+        "steps": sum(state.step for state in states),
+        "minutes": round(minutes, 2),
         "batch_size": args.batch_size,
         "train_questions": len(train_problems),
         "dev_questions": len(dev_problems),
         "train_sha256": SHA256["train"],
         "plan": dataclasses.asdict(plan),
-        "final": state.curve[-1],
+        "final": states[0].curve[-1],
     }
     update_card(args.out, args.model, config, args.seed, **summary, **extra)
-    print(f"{args.model}: {state.step} steps in {state.elapsed_s / 60:.1f} min, held out: {state.curve[-1]}")
+    print(f"{args.model}: {summary['steps']} steps in {minutes:.1f} min, held out: {states[-1].curve[-1]}")
     assert (args.out / CARD).is_file()

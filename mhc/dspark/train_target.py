@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +41,43 @@ def train_target(
         config: shapes.
         tokenizer: of `config.vocab_size` entries.
         train_problems, dev_problems: disjoint; the second are only measured on.
-        plan: the schedule.
-        batch_size: sequences a step.
-        checkpoint: file to resume from and to write.
-        device: `cpu` or `cuda` (bf16 autocast).
-        options: for `optimise.train`.
+        plan, batch_size, checkpoint, device, options: see `fit`.
 
     Returns:
         The target in fp32 and the final state.
     """
     target = Target(config)
     initialise(target, config, plan.seed).to(device)
-    data = batches(encode(tokenizer, train_problems), batch_size, plan.seed, resume_step(checkpoint))
-    held_out = encode(tokenizer, dev_problems)
+    held_out = {"answer": encode(tokenizer, dev_problems)}
+    samples = encode(tokenizer, train_problems)
+    return target, fit("target", target, samples, held_out, plan, batch_size, checkpoint, device, **options)
+
+
+def fit(
+    name: str,
+    target: Target,
+    samples: Sequence[Sample],
+    held_out: Mapping[str, Sequence[Sample]],
+    plan: Plan,
+    batch_size: int,
+    checkpoint: Path,
+    device: str,
+    **options: Any,
+) -> State:
+    """Train a target on samples, from the checkpoint where there is one.
+
+    Args:
+        name: labels the records.
+        target: in fp32, on `device`; trained in place.
+        samples: trained on.
+        held_out: sets that are only measured on, by the name of their loss.
+        plan: the schedule.
+        batch_size: sequences a step.
+        checkpoint: file to resume from and to write.
+        device: `cpu` or `cuda` (bf16 autocast).
+        options: for `optimise.train`.
+    """
+    data = batches(samples, batch_size, plan.seed, resume_step(checkpoint))
 
     def inputs_of(step: int) -> Inputs:
         batch = next(data)
@@ -69,9 +93,9 @@ def train_target(
         return {"loss": loss, "answer": next_token_loss(logits.detach(), ids, answer)}
 
     def dev() -> dict[str, float]:
-        return {"answer": round(dev_loss(target, held_out, device), 5)}
+        return {key: round(dev_loss(target, part, device), 5) for key, part in held_out.items()}
 
-    return target, train("target", target, plan, inputs_of, losses_of, dev, checkpoint, **options)
+    return train(name, target, plan, inputs_of, losses_of, dev, checkpoint, **options)
 
 
 def dev_loss(target: Target, samples: Sequence[Sample], device: str) -> float:

@@ -215,8 +215,10 @@ def test_commands_end_to_end(gsm8k_folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("mhc.dspark.train_command.PRESETS", {"mini": lambda: tiny})
     out = gsm8k_folder / "pair"
     common = ["--data", str(gsm8k_folder), "--out", str(out), "--device", "cpu", "--batch-size", "4"]
-    common += ["--dev-questions", "4", "--steps", "3"]
-    assert main(["train", "target", *common]) == 0
+    common += ["--dev-questions", "4"]
+    assert main(["train", "target", *common, "--steps", "120", "--sharpen-steps", "2"]) == 0
+    assert read_card(out)["training"]["target"]["sharpening"]["final"]["own"] > 0
+    common += ["--steps", "3"]
     assert main(["train", "draft", *common, "--rounds", "1", "--anchors", "4"]) == 0
     card = read_card(out)
     assert card["training"]["target"]["train_questions"] == 36
@@ -249,6 +251,25 @@ def test_commands_end_to_end(gsm8k_folder: Path, monkeypatch: pytest.MonkeyPatch
     (out / "draft.safetensors").write_bytes(b"x")
     with pytest.raises(ValueError, match="its card says"):
         load_pair(out)
+
+
+def test_a_target_that_never_ends_an_answer_is_not_sharpened(
+    gsm8k_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = dataclasses.replace(V4Config.tiny("dense", vocab_size=300), num_layers=2, aux_layers=(0, 1))
+    monkeypatch.setattr("mhc.dspark.train_command.PRESETS", {"mini": lambda: tiny})
+    asked = [
+        "--data",
+        str(gsm8k_folder),
+        "--out",
+        str(gsm8k_folder / "pair"),
+        "--device",
+        "cpu",
+        "--dev-questions",
+        "4",
+    ]
+    assert main(["train", "target", *asked, "--batch-size", "4", "--steps", "1", "--rounds", "1"]) == 1
+    assert "only 0 of 36 greedy answers end" in capsys.readouterr().err
 
 
 def test_an_unknown_commit_is_an_error_before_the_training(
