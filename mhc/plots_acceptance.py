@@ -92,12 +92,16 @@ def flips(ax: Axes, records: Sequence[Mapping[str, Any]], blocks: int) -> None:
 
 
 def training(axes: Sequence[Axes], curves: Mapping[str, pd.DataFrame]) -> None:
-    """Over the steps, of each step and held out (dots): the target's loss of answer tokens, the draft's `tau`."""
+    """Over the steps, of each step and held out (dots): the target's loss of answer tokens, the draft's `tau`.
+
+    A sharpening's answers are the target's own, held out as well.
+    """
     for ax, (name, curve) in zip(axes, curves.items(), strict=True):
         train, dev = curve[curve.phase == "train"], curve[curve.phase == "dev"]
         figure = "tau" if "tau" in curve else "answer"
         ax.plot(train.step, train[figure], "-", color=MUTED, linewidth=1, label="of a step")
-        ax.plot(dev.step, dev[figure], "o", color=color("broadcast"), markersize=4, label="held out")
+        held_out = "own" if "own" in curve else figure
+        ax.plot(dev.step, dev[held_out], "o", color=color("broadcast"), markersize=4, label="held out")
         label = {"tau": "expected acceptance length, tokens", "answer": "loss of answer tokens, nats"}[figure]
         ax.set(xlabel="step", ylabel=label, title=name)
         ax.legend()

@@ -112,6 +112,20 @@ def test_training_curves(tmp_path: Path) -> None:
     plt.close(fig)
 
 
+def test_a_sharpening_has_a_curve_of_its_own(tmp_path: Path) -> None:
+    point = {"record": "training", "model": "target", "phase": "dev", "step": 20, "answer": 1.0}
+    sharp = point | {"model": "sharpening", "answer": 2.0, "own": 0.5}
+    lines = [{"record": "run", "what": "train-target", "started": "2026"}, point, sharp, sharp | {"phase": "train"}]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curves = compare.training_curves(tmp_path)
+    assert list(curves) == ["target", "sharpening"]
+    plt = pytest.importorskip("matplotlib.pyplot")
+    fig, axes = plt.subplots(1, 2)
+    plots_acceptance.training(axes, curves)
+    assert [ax.lines[1].get_ydata().tolist() for ax in axes] == [[1.0], [0.5]]
+    plt.close(fig)
+
+
 def test_by_draft_length(evaluation: compare.Evaluation) -> None:
     table = compare.by_draft_length(evaluation)
     assert table.length.tolist() == pytest.approx([1.8, 2.3, 2.6])

@@ -228,11 +228,12 @@ def equality(evaluation: Arms) -> pd.DataFrame:
 
 
 def training_curves(folder: str | Path) -> dict[str, pd.DataFrame]:
-    """The newest loss curve of target and draft beside their weights, one row a record; empty where there is none."""
-    curves = {}
-    for model in ("target", "draft"):
-        for path in find(folder, f"train-{model}")[-1:]:
-            curves[model] = pd.DataFrame(record for record in read(path) if record["record"] == "training")
+    """The newest loss curves beside the weights, a row a record: target, its sharpening, draft; what there is."""
+    curves: dict[str, pd.DataFrame] = {}
+    for trained in ("target", "draft"):
+        for path in find(folder, f"train-{trained}")[-1:]:
+            records = pd.DataFrame(record for record in read(path) if record["record"] == "training")
+            curves |= {str(name): part.dropna(axis=1, how="all") for name, part in records.groupby("model", sort=False)}
     return curves
 
 
