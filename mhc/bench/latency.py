@@ -30,6 +30,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 HIDDEN = (4096, 5120, 7168)
 HC = 4
 HOST_TIMERS = ("eager", "cpu_call", "published")
+COMPILED_TOKENS = (1, 64, 256, 1024, 4096)  # torch.compile takes seconds a shape
 HOST_TOKENS = 256  # above it an eager call is bound by the device, which the graph measures better
 PEERS = ("vllm_repeat", "vllm_broadcast", "vllm_post_pre", "tilekernels_repeat")
 
@@ -101,7 +102,9 @@ def plan(
     timers: Iterable[str],
     l2: Iterable[str],
 ) -> list[list[Point]]:
-    """Points in groups that are measured together, one an (H, T, op); host timers go up to T = 256, warm, first H.
+    """Points in groups that are measured together, one an (H, T, op).
+
+    Host timers go up to T = 256, warm, first H; `torch_compile` has the T of `COMPILED_TOKENS` alone.
 
     Raises:
         ValueError: an op, impl or timer is unknown, or nothing is left to measure.
@@ -118,7 +121,7 @@ def plan(
                 group = [
                     Point(op, impl, t, h, HC, timer, state)
                     for impl in IMPLS[op]
-                    if impls is None or impl in impls
+                    if (impls is None or impl in impls) and (impl != "torch_compile" or t in COMPILED_TOKENS)
                     for timer in timers
                     for state in (l2 if timer == "cuda_graph" else ["warm"])
                     if timer == "cuda_graph" or (t <= HOST_TOKENS and h == hidden[0] and not impl.startswith("floor"))
@@ -168,7 +171,7 @@ def measure(
 def precompile(points: Sequence[Point], args: argparse.Namespace) -> None:
     """Run every (op, impl, T, H) once in a pool of processes, which fills the compilers' caches on disk in parallel."""
     jobs = list({(p.op, p.impl, p.T, p.H): p._replace(timer="eager", l2="warm") for p in points}.values())
-    jobs = [job for job in jobs if not job.impl.startswith("floor") and job.impl != "torch_compile"]
+    jobs = [job for job in jobs if not job.impl.startswith("floor")]
     random.Random(args.seed).shuffle(jobs)  # neighbours in T share a kernel: spread them over time
     started = time.perf_counter()
     peers = [job for job in jobs if job.impl in PEERS]

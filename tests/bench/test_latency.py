@@ -101,6 +101,13 @@ def test_plan_covers_every_impl_and_keeps_host_timers_to_small_T():
     assert {(p.T, p.H) for p in host} == {(1, 4096)}
 
 
+def test_torch_compile_is_planned_at_few_T():
+    groups = latency.plan(OPS, ["torch_compile", "floor_copy"], [1, 2, 64], [4096], ["cuda_graph"], ["warm"])
+    planned = {(p.impl, p.T) for group in groups for p in group}
+    assert {t for impl, t in planned if impl == "torch_compile"} == {1, 64}
+    assert ("floor_copy", 2) in planned
+
+
 @pytest.mark.parametrize("bad", [{"ops": ["first"]}, {"impls": ["mine"]}, {"timers": ["wall"]}])
 def test_plan_refuses_unknown_names(bad):
     arguments = {"ops": OPS, "impls": None, "tokens": [1], "hidden": [4096], "timers": ["eager"], "l2": ["warm"]}
