@@ -205,9 +205,6 @@ def dot_tile(plan, x_words, slot, fn, w, pairs, odd, top, partial, count, rank, 
     row = tid % 32 // 4
     quad = tid % 4
     x = T.alloc_local((2,), "uint32")
-    a = T.alloc_local((4,), "uint32")
-    acc = T.alloc_local((4,), "float32")
-    low = T.alloc_local((4,), "float32")
     total = T.alloc_local((plan.pairs * 4 + 4,), "float32")
     last = plan.pairs * 4  # the odd row tile, or nothing, and the squares
     for h in T.unroll(plan.token_tiles):
@@ -227,28 +224,7 @@ def dot_tile(plan, x_words, slot, fn, w, pairs, odd, top, partial, count, rank, 
                         x[e] = x_words[slot, h * 8 + row, col // 2 + e]
                 if not plan.resident:
                     cut_step(plan, w, 0, pairs, odd, top, 0)
-                for pair in T.unroll(plan.pairs):
-                    clear(acc)
-                    clear(low)
-                    multiply(pairs, ((held * PARTS + 2) * plan.pairs + pair) * 4, x, low)
-                    multiply(pairs, ((held * PARTS + 1) * plan.pairs + pair) * 4, x, acc)
-                    for e in T.unroll(4):
-                        acc[e] = acc[e] + low[e]
-                    multiply(pairs, (held * PARTS * plan.pairs + pair) * 4, x, acc)
-                    for e in T.unroll(4):
-                        total[pair * 4 + e] = total[pair * 4 + e] + acc[e]
-                clear(acc)
-                if plan.odd:
-                    multiply(odd, held * 4, x, acc)
-                    for e in T.unroll(2):
-                        acc[e] = acc[e] + acc[2 + e]
-                        acc[2 + e] = 0.0
-                for k in T.unroll(2):
-                    a[k * 2] = top[held * 2 + k] if plan.odd else T.uint32(0)
-                    a[k * 2 + 1] = x[k]
-                multiply(a, 0, x, acc)
-                for e in T.unroll(4):
-                    total[last + e] = total[last + e] + acc[e]
+                project_step(plan, held, pairs, odd, top, x, 0, total)
             for n in T.unroll(plan.row_tiles):
                 if n * 8 + row < plan.rows:
                     for e in T.vectorized(2):
@@ -258,15 +234,48 @@ def dot_tile(plan, x_words, slot, fn, w, pairs, odd, top, partial, count, rank, 
 
 
 @T.macro
+def project_step(plan, held, pairs, odd, top, x, x_at, total):
+    """total += a step's 16 columns of `fn` times 8 tokens' x[x_at:]; behind the odd row tile, those tokens' squares."""
+    last = plan.pairs * 4
+    a = T.alloc_local((4,), "uint32")
+    acc = T.alloc_local((4,), "float32")
+    low = T.alloc_local((4,), "float32")
+    for pair in T.unroll(plan.pairs):
+        clear(acc)
+        clear(low)
+        multiply(pairs, ((held * PARTS + 2) * plan.pairs + pair) * 4, x, x_at, low)
+        multiply(pairs, ((held * PARTS + 1) * plan.pairs + pair) * 4, x, x_at, acc)
+        for e in T.unroll(4):
+            acc[e] = acc[e] + low[e]
+        multiply(pairs, (held * PARTS * plan.pairs + pair) * 4, x, x_at, acc)
+        for e in T.unroll(4):
+            total[pair * 4 + e] = total[pair * 4 + e] + acc[e]
+    clear(acc)
+    if plan.odd:
+        multiply(odd, held * 4, x, x_at, acc)
+        for e in T.unroll(2):
+            acc[e] = acc[e] + acc[2 + e]
+            acc[2 + e] = 0.0
+    for k in T.unroll(2):
+        a[k * 2] = top[held * 2 + k] if plan.odd else T.uint32(0)
+        a[k * 2 + 1] = x[x_at + k]
+    multiply(a, 0, x, x_at, acc)
+    for e in T.unroll(4):
+        total[last + e] = total[last + e] + acc[e]
+
+
+@T.macro
 def clear(acc):
     for e in T.unroll(4):
         acc[e] = 0.0
 
 
 @T.macro
-def multiply(a, a_at, b, acc):
-    """acc[16 x 8] += a[16 x 16] @ b[16 x 8], a lane's registers of a from `a_at` on."""
-    T.ptx_mma("float32", "m16n8k16", "row", "col", "bf16", "bf16", "fp32", a.data, a_at, b.data, 0, acc.data, 0, False)
+def multiply(a, a_at, b, b_at, acc):
+    """acc[16 x 8] += a[16 x 16] @ b[16 x 8], a lane's registers of a and b beginning at the offsets."""
+    T.ptx_mma(
+        "float32", "m16n8k16", "row", "col", "bf16", "bf16", "fp32", a.data, a_at, b.data, b_at, acc.data, 0, False
+    )
 
 
 @T.macro
