@@ -8,10 +8,10 @@ shared memory: the post map replaces them in place, lane by lane, and the same r
 import tilelang.language as T
 
 from mhc.config import MHCConfig
-from mhc.kernels.fused import bounds, shares_before
+from mhc.kernels.fused import shares_before
 from mhc.kernels.parts import flat, send, store_bulk
 from mhc.kernels.quad_dot import CLUSTER, STREAMS, THREADS, WARPS, Quad, add_warps, cut_fn, dot_tile, load_fn
-from mhc.kernels.quad_finish import BATCH, finish_tile, own_comb, own_step
+from mhc.kernels.quad_finish import BATCH, bounds, finish_tile, own_comb, own_step
 from mhc.kernels.split import PARTS, SLOTS, X_SLOTS
 
 O_SLOTS = 2  # tiles of the sub-layer's output, and of the post map's gates: one being used, the next
@@ -20,7 +20,7 @@ O_SLOTS = 2  # tiles of the sub-layer's output, and of the post map's gates: one
 def quad(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source: str):
     """Streams -> (new streams [T, 4, H], post [T, 4, 1], comb [T, 4, 4],) layer_input [T, H].
 
-    A cluster takes an equal share of the tokens, in equal tiles, and exchanges sums as `fused` does: four slots suffice.
+    A cluster takes an equal share of the tokens, tile after tile, and exchanges sums as `fused` does: four slots suffice.
 
     Args:
         config: shapes and constants; hc is 4, H a multiple of 128 and at most 4096.
@@ -61,19 +61,17 @@ def quad(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source: st
             T.pdl_sync()
             T.pdl_trigger()
             load_fn(plan, fn, w, rank, tid)  # the longest of the loads
-            # kept, or every address would divide anew: the first token, the end, and how many a step and one more
-            share = T.alloc_local((4,), "int32")
-            share[0] = shares_before(block // CLUSTER, tokens, clusters)
-            share[1] = shares_before(block // CLUSTER + 1, tokens, clusters)
+            # kept, or every address would divide anew: the first token and the end
+            share = T.alloc_local((2,), "int32")
+            for e in T.unroll(2):
+                share[e] = shares_before(block // CLUSTER + e, tokens, clusters)
             steps = T.ceildiv(share[1] - share[0], tile)
-            share[2] = (share[1] - share[0]) // steps
-            share[3] = (share[1] - share[0]) % steps
             for s in T.unroll(2):
-                t0, end = bounds(share, s)
+                t0, end = bounds(plan, share, s)
                 prefetch(plan, sources, tiles, s, s, rank, t0, end, tid)
             cut_fn(plan, w, pairs, odd, top)
             for s in T.serial(steps + 1):
-                t0, end = bounds(share, s)
+                t0, end = bounds(plan, share, s)
                 if s < steps:
                     T.ptx_wait_group(1)
                     sync()
@@ -91,7 +89,7 @@ def quad(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source: st
                     if plan.is_post:
                         store_streams(plan, x_tile, out, s % X_SLOTS, rank, t0, end, tid)
                 if s > 0:
-                    last_t0, last_end = bounds(share, s - 1)
+                    last_t0, last_end = bounds(plan, share, s - 1)
                     if tid // 32 == WARPS - 1:
                         own_step(plan, sums, softmax, weights, post, s - 1, rank, last_t0, last_end, tid % 32)
                         if s == steps or s % BATCH == 0:
@@ -105,7 +103,7 @@ def quad(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source: st
                         T.tma_store_wait(0)
                 T.sync_warp()
                 # into the slot of s - 1, of which this warp has read the tokens that it overwrites
-                next_t0, next_end = bounds(share, s + 2)
+                next_t0, next_end = bounds(plan, share, s + 2)
                 prefetch(plan, sources, tiles, (s + 2) % X_SLOTS, s % O_SLOTS, rank, next_t0, next_end, tid)
             T.cluster_arrive_relaxed()
             # a block outlives the copies that read its shared memory, and all have arrived when its peers say so

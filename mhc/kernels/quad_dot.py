@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import tilelang.language as T
 
 from mhc.config import MHCConfig
-from mhc.kernels.split import clear, cut_step, multiply, project_step
+from mhc.kernels.split import PARTS, clear, cut_step, multiply
 
 STREAMS = 4
 CLUSTER = 16  # more than a GPU need support; a Hopper one does
@@ -112,33 +112,47 @@ def dot_tile(plan, buffers, slot, o_slot, pairs, odd, top, partial, count, tid):
     quad = tid % 4
     col = first_col(tid)
     x = T.alloc_local((STREAMS * 2,), "uint32")
-    total = T.alloc_local((plan.pairs * 4 + 4,), "float32")
-    last = plan.pairs * 4  # the odd row tile, and squares
+    a = T.alloc_local((4,), "uint32")
+    acc = T.alloc_local((4,), "float32")
+    total = T.alloc_local((6,), "float32")
+    if plan.is_post:
+        for h in T.unroll(plan.token_tiles):
+            if h * 8 < count and col < plan.cols:
+                post_map(plan, x_words, slot, o_words, map_gates, o_slot, h * 8 + row, col)
+        # so that the compiler forgets the new streams and has their registers for the sums
+        T.sync_warp()
     for h in T.unroll(plan.token_tiles):
         if h * 8 < count:
-            t = h * 8 + row
-            if col < plan.cols:
-                for j in T.unroll(STREAMS):
+            for j in T.unroll(STREAMS):
+                if col < plan.cols:
                     for e in T.vectorized(2):
-                        x[j * 2 + e] = x_words[slot, t, (j * plan.cols + col) // 2 + e]
-                if plan.is_post:
-                    post_map(plan, x, o_words, map_gates, o_slot, t, col)
-                    for j in T.unroll(STREAMS):
-                        for e in T.vectorized(2):
-                            x_words[slot, t, (j * plan.cols + col) // 2 + e] = x[j * 2 + e]
-            else:
-                for i in T.unroll(STREAMS * 2):
-                    x[i] = T.uint32(0)
-            for i in T.unroll(plan.pairs * 4 + 2):
+                        x[j * 2 + e] = x_words[slot, h * 8 + row, (j * plan.cols + col) // 2 + e]
+                else:
+                    for e in T.unroll(2):
+                        x[j * 2 + e] = T.uint32(0)
+            for i in T.unroll(6):
                 total[i] = 0.0
             for j in T.unroll(STREAMS):
+                # the smallest products first, as the tensor core truncates
+                clear(acc)
+                for part in T.unroll(PARTS):
+                    multiply(pairs, (j * PARTS + PARTS - 1 - part) * 4, x, j * 2, acc)
+                for e in T.unroll(4):
+                    total[e] = total[e] + acc[e]
+                clear(acc)
+                multiply(odd, j * 4, x, j * 2, acc)
                 for e in T.unroll(2):
-                    total[last + 2 + e] = 0.0
-                project_step(plan, j, pairs, odd, top, x, j * 2, total)
+                    acc[e] = acc[e] + acc[2 + e]
+                    acc[2 + e] = 0.0
+                # tokens times themselves have the squares on their diagonal
+                for k in T.unroll(2):
+                    a[k * 2] = top[j * 2 + k]
+                    a[k * 2 + 1] = x[j * 2 + k]
+                multiply(a, 0, x, j * 2, acc)
+                for e in T.unroll(2):
+                    total[4 + e] = total[4 + e] + acc[e]
                 if row // 2 == quad:
-                    partial[tid // 32, h, plan.rows + j, row] = T.if_then_else(
-                        row % 2 == 0, total[last + 2], total[last + 3]
-                    )
+                    partial[tid // 32, h, plan.rows + j, row] = T.if_then_else(row % 2 == 0, acc[2], acc[3])
             gram(plan, x, 0, partial, h, tid)
             gram(plan, x, 1, partial, h, tid)
             gram(plan, x, 2, partial, h, tid)
@@ -175,8 +189,9 @@ def streams_of(at):
 
 
 @T.macro
-def post_map(plan, x, o_words, map_gates, o_slot, t, col):
-    """x = the new streams of the old and of the output, in place, rounded to bf16: 4 columns of each."""
+def post_map(plan, x_words, slot, o_words, map_gates, o_slot, t, col):
+    """The new streams of a token's old ones and its output, in place, rounded to bf16: 4 columns of each."""
+    x = T.alloc_local((2,), "uint32")
     o = T.alloc_local((2,), "uint32")
     f = T.alloc_local((4,), "float32")
     gate = T.alloc_local((STREAMS,), "float32")
@@ -194,14 +209,19 @@ def post_map(plan, x, o_words, map_gates, o_slot, t, col):
     for j in T.unroll(STREAMS):
         for e in T.vectorized(STREAMS):
             gate[e] = map_gates[o_slot, t, (1 + j) * STREAMS + e]
-        unpack(x, j * 2, f)
+        for e in T.vectorized(2):
+            x[e] = x_words[slot, t, (j * plan.cols + col) // 2 + e]
+        unpack(x, 0, f)
         for k in T.unroll(STREAMS):
             for e in T.unroll(4):
                 value[k * 4 + e] += gate[k] * f[e]
-    for i in T.unroll(STREAMS * 2):
+    for k in T.unroll(STREAMS):
+        for i in T.unroll(2):
+            for e in T.vectorized(2):
+                pair[e] = T.cast(value[k * 4 + i * 2 + e], "bfloat16")
+            x[i] = T.reinterpret(pair[T.Ramp(0, 1, 2)], "uint32")
         for e in T.vectorized(2):
-            pair[e] = T.cast(value[i * 2 + e], "bfloat16")
-        x[i] = T.reinterpret(pair[T.Ramp(0, 1, 2)], "uint32")
+            x_words[slot, t, (k * plan.cols + col) // 2 + e] = x[e]
 
 
 @T.macro

@@ -2,7 +2,6 @@
 
 import tilelang.language as T
 
-from mhc.kernels.fused import bounds
 from mhc.kernels.gates import norm_row
 from mhc.kernels.parts import sigmoid
 from mhc.kernels.quad_dot import CLUSTER, GRAM, STREAMS
@@ -81,6 +80,12 @@ def finish_tile(plan, has_norm, sums, x_tile, weights, layer_input, step, rank, 
                 layer_input[t0 + t, rank * plan.cols + col + e] = rb[e]
 
 
+def bounds(plan, share, step):
+    """Of the tokens of a step: the first, and the one after the last; nothing after the last step."""
+    t0 = share[0] + step * plan.tile
+    return t0, T.min(t0 + plan.tile, share[1])
+
+
 def stream_at(streams, place):
     return T.cast(T.bitwise_and(T.shift_right(T.uint32(streams), place), T.uint32(3)), "int32")
 
@@ -130,7 +135,7 @@ def own_comb(plan, softmax, comb, share, step, rank, lane):
     """comb = sinkhorn(m * scale[2] + base) of the steps of a batch up to this one, one lane a token."""
     c = T.alloc_local((STREAMS * STREAMS,), "float32")
     ago = step % BATCH - lane
-    t0, end = bounds(share, step - ago)
+    t0, end = bounds(plan, share, step - ago)
     if ago >= 0 and t0 + rank < end:
         for i in T.unroll(STREAMS):
             for e in T.vectorized(STREAMS):

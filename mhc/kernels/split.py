@@ -205,6 +205,9 @@ def dot_tile(plan, x_words, slot, fn, w, pairs, odd, top, partial, count, rank, 
     row = tid % 32 // 4
     quad = tid % 4
     x = T.alloc_local((2,), "uint32")
+    a = T.alloc_local((4,), "uint32")
+    acc = T.alloc_local((4,), "float32")
+    low = T.alloc_local((4,), "float32")
     total = T.alloc_local((plan.pairs * 4 + 4,), "float32")
     last = plan.pairs * 4  # the odd row tile, or nothing, and the squares
     for h in T.unroll(plan.token_tiles):
@@ -224,44 +227,34 @@ def dot_tile(plan, x_words, slot, fn, w, pairs, odd, top, partial, count, rank, 
                         x[e] = x_words[slot, h * 8 + row, col // 2 + e]
                 if not plan.resident:
                     cut_step(plan, w, 0, pairs, odd, top, 0)
-                project_step(plan, held, pairs, odd, top, x, 0, total)
+                for pair in T.unroll(plan.pairs):
+                    clear(acc)
+                    clear(low)
+                    multiply(pairs, ((held * PARTS + 2) * plan.pairs + pair) * 4, x, 0, low)
+                    multiply(pairs, ((held * PARTS + 1) * plan.pairs + pair) * 4, x, 0, acc)
+                    for e in T.unroll(4):
+                        acc[e] = acc[e] + low[e]
+                    multiply(pairs, (held * PARTS * plan.pairs + pair) * 4, x, 0, acc)
+                    for e in T.unroll(4):
+                        total[pair * 4 + e] = total[pair * 4 + e] + acc[e]
+                clear(acc)
+                if plan.odd:
+                    multiply(odd, held * 4, x, 0, acc)
+                    for e in T.unroll(2):
+                        acc[e] = acc[e] + acc[2 + e]
+                        acc[2 + e] = 0.0
+                for k in T.unroll(2):
+                    a[k * 2] = top[held * 2 + k] if plan.odd else T.uint32(0)
+                    a[k * 2 + 1] = x[k]
+                multiply(a, 0, x, 0, acc)
+                for e in T.unroll(4):
+                    total[last + e] = total[last + e] + acc[e]
             for n in T.unroll(plan.row_tiles):
                 if n * 8 + row < plan.rows:
                     for e in T.vectorized(2):
                         partial[tid // 32, h, n * 8 + row, quad * 2 + e] = total[n // 2 * 4 + n % 2 * 2 + e]
             if row // 2 == quad:
                 partial[tid // 32, h, plan.rows, row] = T.if_then_else(row % 2 == 0, total[last + 2], total[last + 3])
-
-
-@T.macro
-def project_step(plan, held, pairs, odd, top, x, x_at, total):
-    """total += a step's 16 columns of `fn` times 8 tokens' x[x_at:]; behind the odd row tile, those tokens' squares."""
-    last = plan.pairs * 4
-    a = T.alloc_local((4,), "uint32")
-    acc = T.alloc_local((4,), "float32")
-    low = T.alloc_local((4,), "float32")
-    for pair in T.unroll(plan.pairs):
-        clear(acc)
-        clear(low)
-        multiply(pairs, ((held * PARTS + 2) * plan.pairs + pair) * 4, x, x_at, low)
-        multiply(pairs, ((held * PARTS + 1) * plan.pairs + pair) * 4, x, x_at, acc)
-        for e in T.unroll(4):
-            acc[e] = acc[e] + low[e]
-        multiply(pairs, (held * PARTS * plan.pairs + pair) * 4, x, x_at, acc)
-        for e in T.unroll(4):
-            total[pair * 4 + e] = total[pair * 4 + e] + acc[e]
-    clear(acc)
-    if plan.odd:
-        multiply(odd, held * 4, x, x_at, acc)
-        for e in T.unroll(2):
-            acc[e] = acc[e] + acc[2 + e]
-            acc[2 + e] = 0.0
-    for k in T.unroll(2):
-        a[k * 2] = top[held * 2 + k] if plan.odd else T.uint32(0)
-        a[k * 2 + 1] = x[x_at + k]
-    multiply(a, 0, x, x_at, acc)
-    for e in T.unroll(4):
-        total[last + e] = total[last + e] + acc[e]
 
 
 @T.macro
