@@ -101,8 +101,10 @@ def quad(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source: st
                         T.tma_store_wait(1)
                     else:
                         T.tma_store_wait(0)
-                T.sync_warp()
-                # into the slot of s - 1, of which this warp has read the tokens that it overwrites
+                    T.sync_warp()
+                else:
+                    sync()  # not needed, but without it a tile of 16 would spill
+                # into the slot of s - 1, of which this lane has read what it overwrites
                 next_t0, next_end = bounds(plan, share, s + 2)
                 prefetch(plan, sources, tiles, (s + 2) % X_SLOTS, s % O_SLOTS, rank, next_t0, next_end, tid)
             T.cluster_arrive_relaxed()
