@@ -40,9 +40,10 @@ MANY_STREAMS = (
     Variant(120, 8, 15),
     Variant(float("inf"), 16, 15),
 )
-# the sizes at which a block's slice of `fn` stays in its shared memory, and its columns are one round of its 16 warps
-MOST_RESIDENT_HIDDEN, MOST_RESIDENT_STREAMS = 4096, 4
-RESIDENT_CLUSTERS = 15
+# clusters of 16 blocks, of which an H200 holds 7
+FOUR_STREAMS = (Variant(56, 8, 7), Variant(float("inf"), 16, 7))
+# the sizes at which a block's slice of four streams is whole vectors, and its slice of `fn` stays in the registers
+QUAD_STEP, MOST_QUAD_HIDDEN = 128, 4096
 PROJECT_TILE = 4
 PICKS_KEPT = 16384  # of (config, T): a pick costs a microsecond
 
@@ -89,9 +90,10 @@ def of_streams(config: MHCConfig, tokens: int, has_norm: bool, source: str) -> t
         has_norm, source: see `mhc.kernels.streams`.
     """
     hidden = config.hidden_size
-    fits = hidden <= MOST_RESIDENT_HIDDEN and config.hc_mult <= MOST_RESIDENT_STREAMS
+    fits = config.hc_mult == 4 and hidden <= MOST_QUAD_HIDDEN and hidden % QUAD_STEP == 0
     if fits and source in ("pre", "post_pre"):
-        return "resident", config, RESIDENT_CLUSTERS, has_norm, source
+        variant = _pick(FOUR_STREAMS, tokens, FOUR_STREAMS[-1].tile)
+        return "quad", config, variant.tile, variant.clusters, has_norm, source
     variant = many_streams(config, tokens)
     return "streams", config, variant.tile, variant.clusters, has_norm, source
 
@@ -106,7 +108,7 @@ def factory(name: str) -> Callable[..., Any]:
     from mhc.kernels.fused import fused
     from mhc.kernels.gather import gather
     from mhc.kernels.post import post_map
-    from mhc.kernels.resident import resident
+    from mhc.kernels.quad import quad
     from mhc.kernels.streams import streams
     from mhc.kernels.two_launch import finish, project_slices
 
@@ -116,7 +118,7 @@ def factory(name: str) -> Callable[..., Any]:
         "gather": gather,
         "post": post_map,
         "project": project_slices,
-        "resident": resident,
+        "quad": quad,
         "streams": streams,
     }
     return factories[name]
@@ -180,7 +182,7 @@ def compiled(target: dict[str, str], name: str, *args: Any) -> tuple[Any, str]:
 def reachable(config: MHCConfig, max_tokens: int) -> list[tuple[Any, ...]]:
     """(name, factory arguments) of every kernel that the ops can launch for `config` and 1 to `max_tokens` tokens."""
     # a pick changes only where a variant ends; the rows of a table are a vocabulary, not tokens
-    starts = {1, *(int(v.most) + 1 for v in (*ONE_STREAM, *MANY_STREAMS) if v.most != float("inf"))}
+    starts = {1, *(int(v.most) + 1 for v in (*ONE_STREAM, *MANY_STREAMS, *FOUR_STREAMS) if v.most != float("inf"))}
     kernels: dict[tuple[Any, ...], None] = {}
     for t in sorted(starts):
         one = one_stream(config, t)
