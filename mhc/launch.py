@@ -23,7 +23,7 @@ class Variant(NamedTuple):
     """Up to `most` tokens: `tile` tokens a cluster, at most `clusters` clusters.
 
     An H100 or H200 holds 15 clusters of 8 blocks at one block a multiprocessor: one more would run after the others and
-    double the time.
+    double the time. Of 16 blocks, 7.
     """
 
     most: float
@@ -40,10 +40,8 @@ MANY_STREAMS = (
     Variant(120, 8, 15),
     Variant(float("inf"), 16, 15),
 )
-# clusters of 16 blocks, of which an H200 holds 7
+# of 16 blocks a cluster
 FOUR_STREAMS = (Variant(56, 8, 7), Variant(float("inf"), 16, 7))
-# the sizes at which a block's slice of four streams is whole vectors, and its slice of `fn` stays in the registers
-QUAD_STEP, MOST_QUAD_HIDDEN = 128, 4096
 PROJECT_TILE = 4
 PICKS_KEPT = 16384  # of (config, T): a pick costs a microsecond
 
@@ -80,6 +78,11 @@ def many_streams(config: MHCConfig, tokens: int) -> Variant:
     return _pick(MANY_STREAMS, tokens, most)
 
 
+def fits_quad(hidden: int, hc: int) -> bool:
+    """Whether `quad` takes these sizes: a block's slice is whole vectors, its slice of `fn` stays in the registers."""
+    return hc == 4 and hidden <= 4096 and hidden % 128 == 0
+
+
 @functools.lru_cache(PICKS_KEPT)
 def of_streams(config: MHCConfig, tokens: int, has_norm: bool, source: str) -> tuple[Any, ...]:
     """The kernel on materialised streams, its name and its factory's arguments.
@@ -89,9 +92,7 @@ def of_streams(config: MHCConfig, tokens: int, has_norm: bool, source: str) -> t
         tokens: T. A row is bitwise the same at every T, so it is never T that decides between the two kernels.
         has_norm, source: see `mhc.kernels.streams`.
     """
-    hidden = config.hidden_size
-    fits = config.hc_mult == 4 and hidden <= MOST_QUAD_HIDDEN and hidden % QUAD_STEP == 0
-    if fits and source in ("pre", "post_pre"):
+    if fits_quad(config.hidden_size, config.hc_mult) and source in ("pre", "post_pre"):
         variant = _pick(FOUR_STREAMS, tokens, FOUR_STREAMS[-1].tile)
         return "quad", config, variant.tile, variant.clusters, has_norm, source
     variant = many_streams(config, tokens)

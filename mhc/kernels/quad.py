@@ -8,6 +8,7 @@ shared memory: the post map replaces them in place, lane by lane, and the same r
 import tilelang.language as T
 
 from mhc.config import MHCConfig
+from mhc.kernels.fill import copy_async
 from mhc.kernels.fused import shares_before
 from mhc.kernels.parts import flat, send, store_bulk
 from mhc.kernels.quad_dot import CLUSTER, STREAMS, THREADS, WARPS, Quad, add_warps, cut_fn, dot_tile, load_fn
@@ -20,7 +21,7 @@ O_SLOTS = 2  # tiles of the sub-layer's output, and of the post map's gates: one
 def quad(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source: str):
     """Streams -> (new streams [T, 4, H], post [T, 4, 1], comb [T, 4, 4],) layer_input [T, H].
 
-    A cluster takes an equal share of the tokens, tile after tile, and exchanges sums as `fused` does: four slots suffice.
+    A cluster takes an equal share of the tokens, tile after tile, and exchanges sums as `fused` does, in four slots.
 
     Args:
         config: shapes and constants; hc is 4, H a multiple of 128 and at most 4096.
@@ -194,10 +195,6 @@ def prefetch(plan, sources, tiles, slot, o_slot, rank, t0, end, tid):
             if plan.is_post:
                 copy_async(o_tile[o_slot, t, col], o[at, rank * plan.cols + col], 8)
     T.ptx_commit_group()
-
-
-def copy_async(dst, src, count):
-    return T.ptx_cp_async(T.access_ptr(dst, "w", extent=count), T.access_ptr(src, "r", extent=count), count)
 
 
 @T.macro
