@@ -79,8 +79,8 @@ def many_streams(config: MHCConfig, tokens: int) -> Variant:
 
 
 def fits_quad(hidden: int, hc: int) -> bool:
-    """Whether `quad` takes these sizes: a block's slice is whole vectors, its slice of `fn` stays in the registers."""
-    return hc == 4 and hidden <= 4096 and hidden % 128 == 0
+    """Whether `quad` takes these sizes: whole warps take a block's slice, that of `fn` stays in the registers."""
+    return hc == 4 and hidden <= 4096 and hidden % 256 == 0
 
 
 @functools.lru_cache(PICKS_KEPT)

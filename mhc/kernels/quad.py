@@ -1,6 +1,6 @@
 """The pre on four materialised streams in one launch, alone or behind a post, on the pattern of `fused`.
 
-For hc 4 and H up to 4096 in steps of 128; `streams` does the same for others. A cluster of 16 blocks splits every row,
+For hc 4 and H up to 4096 in steps of 256; `streams` does the same for others. A cluster of 16 blocks splits every row,
 so that a block's slice of `fn`, cut into bf16 parts, stays in the registers of its 16 warps. A tile's streams lie in
 shared memory: the post map replaces them in place, lane by lane, and the same registers feed the tensor cores.
 """
@@ -24,7 +24,7 @@ def quad(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source: st
     A cluster takes an equal share of the tokens, tile after tile, and exchanges sums as `fused` does, in four slots.
 
     Args:
-        config: shapes and constants; hc is 4, H a multiple of 128 and at most 4096.
+        config: shapes and constants; hc is 4, H a multiple of 256 and at most 4096.
         tile: most tokens a cluster works on at a time, 8 or 16.
         clusters: most clusters launched.
         has_norm: whether the layer input is RMS-normed (else `weight` is not read).
@@ -44,7 +44,7 @@ def quad(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source: st
             o_tile = T.alloc_shared((O_SLOTS, tile if plan.is_post else 1, plan.cols + 16), "bfloat16")
             o_words = T.view(o_tile, (O_SLOTS, tile if plan.is_post else 1, plan.cols // 2 + 8), "uint32")
             map_gates = T.alloc_shared((O_SLOTS, tile if plan.is_post else 1, plan.mixes), "float32")
-            partial = T.alloc_shared((WARPS, plan.token_tiles, plan.sums, 8), "float32")
+            partial = T.alloc_shared((plan.warps, plan.token_tiles, plan.sums, 8), "float32")
             gate_part = T.alloc_shared((SLOTS, CLUSTER, tile, plan.gates), "float32")
             mix_stage = T.alloc_shared((SLOTS, CLUSTER, plan.mixes), "float32")
             mix_part = T.alloc_shared((SLOTS, CLUSTER, plan.mixes), "float32")

@@ -24,7 +24,7 @@ class Quad:
     """Compile-time sizes.
 
     Args:
-        config: shapes and constants; hc is 4, H a multiple of 128 and at most 4096.
+        config: shapes and constants; hc is 4, H a multiple of 256 and at most 4096.
         tile: most tokens a cluster works on at a time, 8 or 16: every block then owns at most one.
         is_post: whether a post map makes the streams.
     """
@@ -39,8 +39,13 @@ class Quad:
 
     @property
     def cols(self) -> int:
-        """S, the columns of a block: a multiple of 8, so rows move as 16-byte vectors."""
+        """S, the columns of a block."""
         return self.config.hidden_size // CLUSTER
+
+    @property
+    def warps(self) -> int:
+        """Warps that dot, 16 columns each."""
+        return self.cols // 16
 
     @property
     def pitch(self) -> int:
@@ -76,17 +81,13 @@ class Quad:
 @T.macro
 def load_fn(plan, fn, w, rank, tid):
     """w = this lane's 4 columns of each row tile and stream; nothing waits yet."""
-    col = first_col(tid)
-    for j in T.unroll(STREAMS):
-        for n in T.unroll(plan.row_tiles):
-            at = (j * plan.row_tiles + n) * 4
-            row = n * 8 + tid % 32 // 4
-            if col < plan.cols:
+    if tid // 32 < plan.warps:
+        for j in T.unroll(STREAMS):
+            for n in T.unroll(plan.row_tiles):
                 for e in T.vectorized(4):
-                    w[at + e] = fn[row, j * plan.config.hidden_size + rank * plan.cols + col + e]
-            else:
-                for e in T.unroll(4):
-                    w[at + e] = 0.0
+                    w[(j * plan.row_tiles + n) * 4 + e] = fn[
+                        n * 8 + tid % 32 // 4, j * plan.config.hidden_size + rank * plan.cols + first_col(tid) + e
+                    ]
 
 
 @T.macro
@@ -117,19 +118,15 @@ def dot_tile(plan, buffers, slot, o_slot, pairs, odd, top, partial, count, tid):
     total = T.alloc_local((6,), "float32")
     if plan.is_post:
         for h in T.unroll(plan.token_tiles):
-            if h * 8 < count and col < plan.cols:
+            if h * 8 < count and tid // 32 < plan.warps:
                 post_map(plan, x_words, slot, o_words, map_gates, o_slot, h * 8 + row, col)
         # so that the compiler forgets the new streams and has their registers for the sums
         T.sync_warp()
     for h in T.unroll(plan.token_tiles):
-        if h * 8 < count:
+        if h * 8 < count and tid // 32 < plan.warps:
             for j in T.unroll(STREAMS):
-                if col < plan.cols:
-                    for e in T.vectorized(2):
-                        x[j * 2 + e] = x_words[slot, h * 8 + row, (j * plan.cols + col) // 2 + e]
-                else:
-                    for e in T.unroll(2):
-                        x[j * 2 + e] = T.uint32(0)
+                for e in T.vectorized(2):
+                    x[j * 2 + e] = x_words[slot, h * 8 + row, (j * plan.cols + col) // 2 + e]
             for i in T.unroll(6):
                 total[i] = 0.0
             for j in T.unroll(STREAMS):
@@ -234,7 +231,7 @@ def unpack(words, at, f):
 
 @T.macro
 def add_warps(plan, partial, gate_part, mix_stage, mix_part, slot, count, rank, tid):
-    """Sums over all warps: of pre and inner products to gate_part[slot, rank, t], the others to where they are sent.
+    """Sums over the warps: of pre and inner products to gate_part[slot, rank, t], the others to where they are sent.
 
     Those are at mix_stage[slot, owner], the block's own at mix_part[slot, rank].
     """
@@ -246,7 +243,7 @@ def add_warps(plan, partial, gate_part, mix_stage, mix_part, slot, count, rank, 
         t = h * 8 + q % 8
         if t < count:
             value[0] = partial[0, h, m, q % 8]
-            for g in T.unroll(WARPS - 1):
+            for g in T.unroll(plan.warps - 1):
                 value[0] += partial[g + 1, h, m, q % 8]
             if m < STREAMS:
                 gate_part[slot, rank, t, m] = value[0]

@@ -65,7 +65,7 @@ class Victim:
 
 VICTIMS = (
     Victim("pre_broadcast-fused", 64, 11, BARRIER, 1),
-    Victim("post_pre", 384, 47, BARRIER, 2),
+    Victim("post_pre", 512, 47, BARRIER, 2),
 )
 
 
