@@ -65,6 +65,7 @@ class Victim:
 
 VICTIMS = (
     Victim("pre_broadcast-fused", 64, 11, BARRIER, 1),
+    # one that holds the compiler back, one that only more steps than a batch would need
     Victim("post_pre", 512, 47, BARRIER, 2),
 )
 
