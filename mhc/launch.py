@@ -23,7 +23,7 @@ class Variant(NamedTuple):
     """Up to `most` tokens: `tile` tokens a cluster, at most `clusters` clusters.
 
     An H100 or H200 holds 15 clusters of 8 blocks at one block a multiprocessor: one more would run after the others and
-    double the time.
+    double the time. Of 16 blocks, 7.
     """
 
     most: float
@@ -40,9 +40,8 @@ MANY_STREAMS = (
     Variant(120, 8, 15),
     Variant(float("inf"), 16, 15),
 )
-# the sizes at which a block's slice of `fn` stays in its shared memory, and its columns are one round of its 16 warps
-MOST_RESIDENT_HIDDEN, MOST_RESIDENT_STREAMS = 4096, 4
-RESIDENT_CLUSTERS = 15
+# of 16 blocks a cluster
+FOUR_STREAMS = (Variant(56, 8, 7), Variant(float("inf"), 16, 7))
 PROJECT_TILE = 4
 PICKS_KEPT = 16384  # of (config, T): a pick costs a microsecond
 
@@ -79,6 +78,11 @@ def many_streams(config: MHCConfig, tokens: int) -> Variant:
     return _pick(MANY_STREAMS, tokens, most)
 
 
+def fits_quad(hidden: int, hc: int) -> bool:
+    """Whether `quad` takes these sizes: whole warps take a block's slice, that of `fn` stays in the registers."""
+    return hc == 4 and hidden <= 4096 and hidden % 256 == 0
+
+
 @functools.lru_cache(PICKS_KEPT)
 def of_streams(config: MHCConfig, tokens: int, has_norm: bool, source: str) -> tuple[Any, ...]:
     """The kernel on materialised streams, its name and its factory's arguments.
@@ -88,10 +92,9 @@ def of_streams(config: MHCConfig, tokens: int, has_norm: bool, source: str) -> t
         tokens: T. A row is bitwise the same at every T, so it is never T that decides between the two kernels.
         has_norm, source: see `mhc.kernels.streams`.
     """
-    hidden = config.hidden_size
-    fits = hidden <= MOST_RESIDENT_HIDDEN and config.hc_mult <= MOST_RESIDENT_STREAMS
-    if fits and source in ("pre", "post_pre"):
-        return "resident", config, RESIDENT_CLUSTERS, has_norm, source
+    if fits_quad(config.hidden_size, config.hc_mult) and source in ("pre", "post_pre"):
+        variant = _pick(FOUR_STREAMS, tokens, FOUR_STREAMS[-1].tile)
+        return "quad", config, variant.tile, variant.clusters, has_norm, source
     variant = many_streams(config, tokens)
     return "streams", config, variant.tile, variant.clusters, has_norm, source
 
@@ -106,7 +109,7 @@ def factory(name: str) -> Callable[..., Any]:
     from mhc.kernels.fused import fused
     from mhc.kernels.gather import gather
     from mhc.kernels.post import post_map
-    from mhc.kernels.resident import resident
+    from mhc.kernels.quad import quad
     from mhc.kernels.streams import streams
     from mhc.kernels.two_launch import finish, project_slices
 
@@ -116,7 +119,7 @@ def factory(name: str) -> Callable[..., Any]:
         "gather": gather,
         "post": post_map,
         "project": project_slices,
-        "resident": resident,
+        "quad": quad,
         "streams": streams,
     }
     return factories[name]
@@ -180,7 +183,7 @@ def compiled(target: dict[str, str], name: str, *args: Any) -> tuple[Any, str]:
 def reachable(config: MHCConfig, max_tokens: int) -> list[tuple[Any, ...]]:
     """(name, factory arguments) of every kernel that the ops can launch for `config` and 1 to `max_tokens` tokens."""
     # a pick changes only where a variant ends; the rows of a table are a vocabulary, not tokens
-    starts = {1, *(int(v.most) + 1 for v in (*ONE_STREAM, *MANY_STREAMS) if v.most != float("inf"))}
+    starts = {1, *(int(v.most) + 1 for v in (*ONE_STREAM, *MANY_STREAMS, *FOUR_STREAMS) if v.most != float("inf"))}
     kernels: dict[tuple[Any, ...], None] = {}
     for t in sorted(starts):
         one = one_stream(config, t)

@@ -106,13 +106,13 @@ def test_post_pre_of_another_hidden_size() -> None:
 # ---- around the dispatcher ----
 
 KERNELS = {
-    "pre": ["resident"],
+    "pre": ["streams"],
     "pre_broadcast": ["fused"],
     "pre_broadcast-two_launch": ["project", "finish"],
     "pre_broadcast-collapse": ["fused"],
     "post": ["post"],
     "post-collapsed": ["post"],
-    "post_pre": ["resident"],
+    "post_pre": ["streams"],
     "post_pre-collapsed": ["streams"],
     "head": ["streams"],
     "table": ["gather"],

@@ -19,11 +19,13 @@ from ops_tools import every_kernel_call, table_of
 from torch import Tensor
 
 from mhc import MHCConfig, export, launch, warmup
-from mhc.launch import MANY_STREAMS, ONE_STREAM
+from mhc.launch import FOUR_STREAMS, MANY_STREAMS, ONE_STREAM
 
 MOST_SHARED_BYTES = 227 * 1024  # of a block, on sm_90
 MOST_CLUSTERS = 15  # of 8 blocks, on an H100 or H200
-LIMITS = sorted({int(v.most) for v in (*ONE_STREAM, *MANY_STREAMS) if v.most != float("inf")})
+MOST_LARGE_CLUSTERS = 7  # of 16 blocks
+VARIANTS = (*ONE_STREAM, *MANY_STREAMS, *FOUR_STREAMS)
+LIMITS = sorted({int(v.most) for v in VARIANTS if v.most != float("inf")})
 BOUNDARIES = (*sorted({1, *(t + step for t in LIMITS for step in (0, 1))}), 8192)
 PICKS = (launch.one_stream, launch.many_streams)
 Name = tuple[Any, ...]  # of a kernel: its name and its factory's arguments
@@ -124,10 +126,10 @@ def test_a_pick_changes_at_the_boundaries_alone(hidden: int, hc: int, tokens: in
 
 def test_tokens_never_decide_which_kernel_takes_streams() -> None:
     for hidden, hc in itertools.product((64, 4096, 4160, 7168), range(2, 9)):
-        resident = {"pre": 4096, "post_pre": 4096} if hc <= 4 else {}
+        quad = hc == 4 and hidden == 4096
         for source in ("pre", "post_pre", "post_pre_collapsed", "head"):
             names = {launch.of_streams(MHCConfig(hidden, hc), tokens, False, source)[0] for tokens in BOUNDARIES}
-            assert names == {"resident" if hidden <= resident.get(source, 0) else "streams"}
+            assert names == {"quad" if quad and source in ("pre", "post_pre") else "streams"}
 
 
 def test_more_tokens_never_take_a_smaller_tile() -> None:
@@ -141,8 +143,9 @@ def test_more_tokens_never_take_a_smaller_tile() -> None:
 
 def test_no_variant_has_more_clusters_than_run_at_once() -> None:
     assert max(v.clusters for v in (*ONE_STREAM, *MANY_STREAMS)) <= MOST_CLUSTERS
+    assert max(v.clusters for v in FOUR_STREAMS) <= MOST_LARGE_CLUSTERS
     # up to a variant's last token every cluster has one tile to do
-    for v in (*ONE_STREAM, *MANY_STREAMS):
+    for v in VARIANTS:
         assert v.most == float("inf") or v.most <= v.tile * v.clusters
 
 
@@ -166,8 +169,8 @@ def test_the_widest_tile_of_one_stream_fits_into_shared_memory(hidden: int, hc: 
     assert widest.tile == 32 or kernel.dynamic_shared / widest.tile * (widest.tile + 8) > 0.95 * MOST_SHARED_BYTES
 
 
-def test_the_resident_fn_fits_into_shared_memory() -> None:
-    (kernel,) = lowered(launch.of_streams(MHCConfig(4096), 1, True, "post_pre")).kernels
+def test_the_widest_tile_of_four_streams_fits_into_shared_memory() -> None:
+    (kernel,) = lowered(launch.of_streams(MHCConfig(4096), 8192, True, "post_pre")).kernels
     assert kernel.dynamic_shared <= MOST_SHARED_BYTES - 1024  # its barriers are beside it
 
 

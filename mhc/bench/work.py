@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mhc.launch import MOST_RESIDENT_HIDDEN, MOST_RESIDENT_STREAMS
+from mhc.launch import fits_quad
 
 BF16, FP32, INT64 = 2, 4, 8
 OPS = ("first_pre", "post_pre", "first_pre_then_post_pre")
@@ -156,12 +156,9 @@ def _post_pre(impl: str, t: int, h: int, hc: int, iters: int) -> Work:
     read, written = x + hc * x + mixes + fn + norm, hc * x + x + mixes
     if impl == "floor_copy":
         return Work(read, written, 0, 1)
-    # vLLM: the new streams are written, then read by the projection (above 16 tokens) and again by the collapse; ours
-    # reads them for the collapse where it keeps `fn` in shared memory rather than the streams
-    if impl == "mhc_post_pre":
-        again = hc * x if h <= MOST_RESIDENT_HIDDEN and hc <= MOST_RESIDENT_STREAMS else 0
-    else:
-        again = hc * x * (1 if t <= 16 else 2)
+    # vLLM: the new streams are written, then read by the projection (above 16 tokens) and again by the collapse
+    again = 0 if impl == "mhc_post_pre" else hc * x * (1 if t <= 16 else 2)
     launches = 1 if impl == "mhc_post_pre" else 2 if t <= 16 else 3
-    barriers = 2 if impl == "mhc_post_pre" else 0
+    # ours meets its peers once, or twice where the norm needs sums of its own
+    barriers = 0 if impl != "mhc_post_pre" else 1 if fits_quad(h, hc) else 2
     return Work(read + again, written, flops, launches, barriers=barriers, sinkhorns=iters, projected=t * hc * h)

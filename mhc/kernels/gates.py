@@ -68,7 +68,6 @@ def finish_tile(plan, has_norm, outputs, sums, x_tile, weights, into, step, rank
 def scale_row(has_norm, xb, wb, w_at, p, rstd):
     """xb = bf16(P * x), then bf16(that * rstd * weight) if normed: 8 columns of the layer input."""
     y = T.alloc_local((8,), "float32")
-    w = T.alloc_local((8,), "float32")
     # casts of whole vectors become packed conversions, at four times the rate
     for e in T.vectorized(8):
         y[e] = T.cast(xb[e], "float32")
@@ -77,14 +76,22 @@ def scale_row(has_norm, xb, wb, w_at, p, rstd):
     for e in T.vectorized(8):
         xb[e] = T.cast(y[e], "bfloat16")
     if has_norm:
-        for e in T.vectorized(8):
-            y[e] = T.cast(xb[e], "float32")
-        for e in T.vectorized(8):
-            w[e] = T.cast(wb[w_at + e], "float32")
-        for e in T.unroll(8):
-            y[e] = y[e] * rstd * w[e]
-        for e in T.vectorized(8):
-            xb[e] = T.cast(y[e], "bfloat16")
+        norm_row(xb, wb, w_at, rstd)
+
+
+@T.macro
+def norm_row(xb, wb, w_at, rstd):
+    """xb = bf16(xb * rstd * weight), 8 columns."""
+    y = T.alloc_local((8,), "float32")
+    w = T.alloc_local((8,), "float32")
+    for e in T.vectorized(8):
+        y[e] = T.cast(xb[e], "float32")
+    for e in T.vectorized(8):
+        w[e] = T.cast(wb[w_at + e], "float32")
+    for e in T.unroll(8):
+        y[e] = y[e] * rstd * w[e]
+    for e in T.vectorized(8):
+        xb[e] = T.cast(y[e], "bfloat16")
 
 
 @T.macro

@@ -5,10 +5,10 @@ memory, dots it with its slice of `fn`, and sends the partial sums to its peers 
 launch, no workspace, and a summation order that depends on H alone, so that a row's result is bitwise the same at every
 T and in every variant.
 
-`fused` takes from here only `CLUSTER`, `send`, `store_bulk` and `sigmoid`: its tiles overlap, so `split` and `gates`
-have stages of its own. In `streams` eight warps work on the tile and a ninth computes comb, so that Sinkhorn runs
-beside the stores of its own tile and the loads and dots of the next. `two_launch` has the slices and their order of
-summation, without clusters.
+`fused` and `quad` take from here only `CLUSTER`, `send`, `store_bulk` and `sigmoid`: their tiles overlap, so `split`,
+`gates`, `quad_dot` and `quad_finish` have stages of their own. In `streams` eight warps work on the tile and a ninth
+computes comb, so that Sinkhorn runs beside the stores of its own tile and the loads and dots of the next. `two_launch`
+has the slices and their order of summation, without clusters.
 
 Letters: S = H / 8 columns a block; M mixing rows, here any of pre, post and comb; one more row sums the squares.
 """

@@ -230,23 +230,23 @@ def dot_tile(plan, x_words, slot, fn, w, pairs, odd, top, partial, count, rank, 
                 for pair in T.unroll(plan.pairs):
                     clear(acc)
                     clear(low)
-                    multiply(pairs, ((held * PARTS + 2) * plan.pairs + pair) * 4, x, low)
-                    multiply(pairs, ((held * PARTS + 1) * plan.pairs + pair) * 4, x, acc)
+                    multiply(pairs, ((held * PARTS + 2) * plan.pairs + pair) * 4, x, 0, low)
+                    multiply(pairs, ((held * PARTS + 1) * plan.pairs + pair) * 4, x, 0, acc)
                     for e in T.unroll(4):
                         acc[e] = acc[e] + low[e]
-                    multiply(pairs, (held * PARTS * plan.pairs + pair) * 4, x, acc)
+                    multiply(pairs, (held * PARTS * plan.pairs + pair) * 4, x, 0, acc)
                     for e in T.unroll(4):
                         total[pair * 4 + e] = total[pair * 4 + e] + acc[e]
                 clear(acc)
                 if plan.odd:
-                    multiply(odd, held * 4, x, acc)
+                    multiply(odd, held * 4, x, 0, acc)
                     for e in T.unroll(2):
                         acc[e] = acc[e] + acc[2 + e]
                         acc[2 + e] = 0.0
                 for k in T.unroll(2):
                     a[k * 2] = top[held * 2 + k] if plan.odd else T.uint32(0)
                     a[k * 2 + 1] = x[k]
-                multiply(a, 0, x, acc)
+                multiply(a, 0, x, 0, acc)
                 for e in T.unroll(4):
                     total[last + e] = total[last + e] + acc[e]
             for n in T.unroll(plan.row_tiles):
@@ -264,9 +264,11 @@ def clear(acc):
 
 
 @T.macro
-def multiply(a, a_at, b, acc):
-    """acc[16 x 8] += a[16 x 16] @ b[16 x 8], a lane's registers of a from `a_at` on."""
-    T.ptx_mma("float32", "m16n8k16", "row", "col", "bf16", "bf16", "fp32", a.data, a_at, b.data, 0, acc.data, 0, False)
+def multiply(a, a_at, b, b_at, acc):
+    """acc[16 x 8] += a[16 x 16] @ b[16 x 8], a lane's registers of a and b beginning at the offsets."""
+    T.ptx_mma(
+        "float32", "m16n8k16", "row", "col", "bf16", "bf16", "fp32", a.data, a_at, b.data, b_at, acc.data, 0, False
+    )
 
 
 @T.macro

@@ -1,6 +1,6 @@
 """The pre on materialised streams in one launch, alone or behind a post: `pre`, `post_pre`, the head.
 
-For the sizes that `resident` is not made for, and the head of all sizes. One body, three ways to fill the tile: streams
+For the sizes that `quad` is not made for, and the head of all sizes. One body, three ways to fill the tile: streams
 as they are, `post` of the finished sub-layer, or `post` of the first sub-layer whose streams are all one embedding
 (`collapsed`). The new streams stay in shared memory between the projection and the collapse; the norm needs `sum(y^2)`
 over the whole row, a second exchange that hides behind Sinkhorn.

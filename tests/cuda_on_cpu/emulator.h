@@ -263,7 +263,7 @@ static void run() {
   dim3 g = launch->grid, b = launch->block, c = launch->cluster;
   long per_cluster = (long)c.x * c.y * c.z, per_block = (long)b.x * b.y * b.z;
   if (g.x % c.x || g.y % c.y || g.z % c.z) fail("the grid is not a multiple of the cluster");
-  if (per_block > 1024 || per_cluster > 8) fail("%ld threads a block, %ld blocks a cluster", per_block, per_cluster);
+  if (per_block > 1024 || per_cluster > 16) fail("%ld threads a block, %ld blocks a cluster", per_block, per_cluster);
   if (launch->dynamic_shared > kMaxShared) fail("%zu bytes of shared memory", (size_t)launch->dynamic_shared);
   std::vector<long> order((long)g.x * g.y * g.z / per_cluster);
   for (size_t i = 0; i < order.size(); i++) order[i] = i;

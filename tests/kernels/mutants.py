@@ -25,11 +25,7 @@ BARRIER = re.compile(
     r"|tl::__sync_thread_partial\([^;]*\);|tl::__named_barrier_arrive\([^;]*\);"
     r"|\w+\[[^;]*\]\.wait\([^;]*\);|tl::cp_async_wait<\d+>\(\);|tl::tma_store_wait<[^;]*;"
 )
-# what orders the threads of a kernel whose every barrier would take minutes; the emulator starts a cluster's blocks
-# together, so that their first meeting goes unmissed
-WAIT = re.compile(r"tl::__sync_thread_partial\(\d+, \d+\);|\w+\[[^;]*\]\.wait\([^;]*\);")
 SEEDS = (0, 1, 2, 3)
-CONFIG = MHCConfig(64)
 
 
 @dataclass(frozen=True)
@@ -38,20 +34,26 @@ class Victim:
 
     Args:
         op: name of its op.
+        hidden: H.
         tokens: as many as make many steps of one cluster.
         removed: what is removed, each alone.
         redundant: how many of these change nothing.
     """
 
     op: str
+    hidden: int
     tokens: int
     removed: re.Pattern[str]
     redundant: int
 
     @property
+    def config(self) -> MHCConfig:
+        return MHCConfig(self.hidden)
+
+    @property
     def variant(self) -> Variant:
         with one_cluster():
-            return variants(_op(self.op), CONFIG, (self.tokens,))[0]
+            return variants(_op(self.op), self.config, (self.tokens,))[0]
 
     def removals(self) -> list[tuple[int, int]]:
         """Spans of what is removed, each alone."""
@@ -62,9 +64,9 @@ class Victim:
 
 
 VICTIMS = (
-    Victim("pre_broadcast-fused", 11, BARRIER, 1),
-    # a barrier that holds loads together, a wait for what the whole block has waited for
-    Victim("post_pre", 47, WAIT, 2),
+    Victim("pre_broadcast-fused", 64, 11, BARRIER, 1),
+    # one that holds the compiler back, one that only more steps than a batch would need
+    Victim("post_pre", 512, 47, BARRIER, 2),
 )
 
 
@@ -130,4 +132,4 @@ def _outputs(victim: Victim, emulated: Emulated, seed: int) -> list[Tensor]:
     on_emulator = EmulatedLaunch(_One(emulated))
     on_emulator.seed = seed
     with mock.patch.object(launch, "kernel", on_emulator.kernel):
-        return [t.contiguous() for t in _op(victim.op).call(problem(CONFIG, victim.tokens))]
+        return [t.contiguous() for t in _op(victim.op).call(problem(victim.config, victim.tokens))]

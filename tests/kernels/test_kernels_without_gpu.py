@@ -15,19 +15,19 @@ from torch import Tensor
 from mhc import launch
 from mhc.config import MHCConfig
 from mhc.kernels.parts import PASS_CONFIGS
-from mhc.kernels.resident_parts import BATCH, TILE
+from mhc.kernels.quad_finish import BATCH
 
 from . import mutants
-from .builds import Builds, Variant, build_cubins, lowered, one_cluster, variants
+from .builds import FEWEST, Builds, Variant, build_cubins, lowered, one_cluster, variants
 from .conftest import EmulatedLaunch
 from .table import OPS, Op, Problem, assert_close_to_fp64, bits, problem
 
 SMALL, REAL = 64, (4096, 5120, 7168)
+SMALL_QUAD = 512  # the kernel of that name takes no 64; two of its 16 warps then have columns
 SEEDS = (0, 1, 2)  # forward, backward, shuffled
 FEW = (1, 3, 65)
 EVERY_TILE = (1, 16, 40, 65, 121, 256)
 STEPS = 6  # the last one not full: both buffers and both phases of their barriers, several times
-MANY_HC = 5  # more streams than the resident kernel takes
 ANY = (*range(1, 150), 256, 600, 699)
 
 
@@ -59,14 +59,10 @@ def cases(tokens: tuple[int, ...], *hidden: int) -> Any:
 
 def normed_cases(tokens: tuple[int, ...], scarce: bool = False) -> Any:
     """At the small H, without the unnormed ops; with a single cluster only those that it makes a difference to."""
-    chosen = [Case(op, SMALL, tokens, scarce) for op in OPS if not op.name.endswith("unnormed")]
-    chosen = [c for c in chosen if not scarce or c.variants() != Case(c.op, SMALL, tokens).variants()]
-    chosen += [Case(c.op, SMALL, tokens, scarce, MANY_HC) for c in chosen if is_resident(c)]
+    chosen = [Case(op, h, tokens, scarce) for h in (SMALL, SMALL_QUAD) for op in ops(h)]
+    chosen = [c for c in chosen if not c.op.name.endswith("unnormed")]
+    chosen = [c for c in chosen if not scarce or c.variants() != Case(c.op, c.hidden, tokens).variants()]
     return pytest.mark.parametrize("case", chosen, ids=str)
-
-
-def is_resident(case: Case) -> bool:
-    return launched_by(case.op, case.config) == ["resident"]
 
 
 def launched_by(op: Op, config: MHCConfig) -> list[str]:
@@ -75,16 +71,18 @@ def launched_by(op: Op, config: MHCConfig) -> list[str]:
 
 def ops(hidden: int) -> list[Op]:
     """All at the small H; at the others no variations that have nothing to do with H, to save a minute."""
+    if hidden == SMALL_QUAD:
+        return [op for op in OPS if launched_by(op, MHCConfig(hidden)) == ["quad"]]
     rare = {SMALL: (), REAL[0]: ("unnormed", "int32")}.get(hidden, ("unnormed", "int32", "pre_collapsed", "table"))
     return [op for op in OPS if not any(word in op.name for word in rare)]
 
 
 @functools.cache
 def inputs(config: MHCConfig) -> Problem:
-    return problem(config, EVERY_TILE[-1] if config.hidden_size == SMALL else FEW[-1])
+    return problem(config, EVERY_TILE[-1] if config.hidden_size in (SMALL, SMALL_QUAD) else FEW[-1])
 
 
-@cases(FEW, SMALL, *REAL)
+@cases(FEW, SMALL, SMALL_QUAD, *REAL)
 def test_generated_cuda_against_fp64(case: Case, on_emulator: EmulatedLaunch) -> None:
     """fp32 outputs are within twice the error of torch's own fp32, bf16 ones within their roundings."""
     op, all_rows = case.op, inputs(case.config)
@@ -124,7 +122,8 @@ def test_a_row_is_bitwise_the_same_at_every_t(case: Case, on_emulator: EmulatedL
 
 @normed_cases((1,), scarce=True)
 def test_a_cluster_takes_many_tiles(case: Case, on_emulator: EmulatedLaunch) -> None:
-    p = inputs(case.config).rows(STEPS * (TILE if is_resident(case) else 2) - 1)
+    (name, *_) = launched_by(case.op, case.config)
+    p = inputs(case.config).rows(STEPS * FEWEST.get(name, 2) - 1)
     plenty = case.op.call(p)
     for on_emulator.seed in (*SEEDS, 3):
         with one_cluster():
@@ -135,7 +134,7 @@ def test_a_cluster_takes_many_tiles(case: Case, on_emulator: EmulatedLaunch) -> 
 
 def test_comb_of_more_steps_than_a_batch(on_emulator: EmulatedLaunch) -> None:
     op = next(op for op in OPS if op.name == "post_pre")
-    p = problem(MHCConfig(SMALL), TILE * BATCH + 3)
+    p = problem(MHCConfig(SMALL_QUAD), FEWEST["quad"] * BATCH + 3)
     plenty = op.call(p)
     with one_cluster():
         got = op.call(p)
@@ -143,7 +142,7 @@ def test_comb_of_more_steps_than_a_batch(on_emulator: EmulatedLaunch) -> None:
         assert torch.equal(bits(a), bits(b))
 
 
-@cases((65,), SMALL)
+@cases((65,), SMALL, SMALL_QUAD)
 def test_a_nan_stays_in_its_row(case: Case, on_emulator: EmulatedLaunch) -> None:
     clean = inputs(case.config).rows(65)
     dirty = clean.with_nan(9)
@@ -153,7 +152,7 @@ def test_a_nan_stays_in_its_row(case: Case, on_emulator: EmulatedLaunch) -> None
         assert b[9].isnan().all()
 
 
-@pytest.mark.parametrize("hidden", [SMALL, *REAL])
+@pytest.mark.parametrize("hidden", [SMALL, SMALL_QUAD, *REAL])
 @pytest.mark.parametrize("hc", [2, 4, 8])
 def test_warmup_knows_every_kernel_that_an_op_reaches(hidden: int, hc: int) -> None:
     config = MHCConfig(hidden, hc)
@@ -190,7 +189,7 @@ def test_compiles_for_sm90a_without_spills(hidden: int, cubins: dict[int, Any]) 
 
 def test_what_runs_is_what_compiles() -> None:
     """The passes that the emulator turns off make no difference to these kernels."""
-    by_name = {variant[0]: variant for op in OPS for variant in variants(op, MHCConfig(SMALL), (1,))}
+    by_name = {v[0]: v for h in (SMALL, SMALL_QUAD) for op in OPS for v in variants(op, MHCConfig(h), (1,))}
     for variant in by_name.values():
         assert lower(launch.prim_func(*variant), PASS_CONFIGS).source == lowered(variant).source
 

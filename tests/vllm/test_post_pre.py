@@ -77,4 +77,4 @@ def test_the_warm_ups_name_kernels_that_exist() -> None:
     config = MHCConfig(4096)
     names = [(name, args[-2:]) for name, *args in launch.reachable(config, ALL_TOKENS)]
     assert names.count(("fused", [True, "all"])) == len({(v.tile, v.clusters) for v in launch.ONE_STREAM})
-    assert names.count(("resident", [True, "post_pre"])) == 1
+    assert names.count(("quad", [True, "post_pre"])) == len(launch.FOUR_STREAMS)
