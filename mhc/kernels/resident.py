@@ -16,10 +16,11 @@ from the sums; `resident_parts` holds what they share.
 import tilelang.language as T
 
 from mhc.config import MHCConfig
-from mhc.kernels.parts import CLUSTER, flat
+from mhc.kernels import remote
+from mhc.kernels.parts import CLUSTER, flat, shares_before
 from mhc.kernels.resident_dot import add_own, dot, hand_over, send_sums
 from mhc.kernels.resident_finish import collapse, own_comb, own_mixes, pre_gates, send_squares, write
-from mhc.kernels.resident_parts import BATCH, PRELUDE, SLOTS, THREADS, TILE, WARPS, Shape, share, sync
+from mhc.kernels.resident_parts import BATCH, PRELUDE, SLOTS, THREADS, TILE, WARPS, Shape, sync
 from mhc.kernels.resident_post import fetch_fn, load, load_gates, load_row, post_map, prefetch
 
 LEAST_TOKENS = 4  # of a cluster: fewer would have more clusters fetch `fn`, and gain little
@@ -46,7 +47,7 @@ def resident(config: MHCConfig, clusters: int, has_norm: bool, source: str):
         with T.ClusterKernel(
             T.min(T.ceildiv(tokens, LEAST_TOKENS), clusters) * CLUSTER, cluster_dims=CLUSTER, threads=THREADS
         ) as block:
-            T.import_source(PRELUDE)
+            T.import_source(remote.PRELUDE + PRELUDE)
             tid = T.get_thread_binding()
             rank = block % CLUSTER
             # 4 floats of padding put the 8 rows of a tensor core fragment into different banks
@@ -76,8 +77,8 @@ def resident(config: MHCConfig, clusters: int, has_norm: bool, source: str):
             # kept, or every address would divide anew
             own_tokens = T.alloc_local((2,), "int32")
             launched = T.min(T.ceildiv(tokens, LEAST_TOKENS), clusters)
-            own_tokens[0] = share(tokens, launched, block // CLUSTER)
-            own_tokens[1] = share(tokens, launched, block // CLUSTER + 1)
+            own_tokens[0] = shares_before(block // CLUSTER, tokens, launched)
+            own_tokens[1] = shares_before(block // CLUSTER + 1, tokens, launched)
             begin, end = own_tokens[0], own_tokens[1]
             steps = T.ceildiv(end - begin, TILE)
             if shape.is_post:

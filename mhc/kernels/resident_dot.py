@@ -3,7 +3,8 @@
 import tilelang.language as T
 
 from mhc.kernels.parts import CLUSTER
-from mhc.kernels.resident_parts import SLOTS, TILE, WARPS, arrive, first, gather_quad, second, send_quad
+from mhc.kernels.remote import arrive, gather_quad, send_quad
+from mhc.kernels.resident_parts import SLOTS, TILE, WARPS, first, second
 from mhc.kernels.tensor import multiply
 
 

@@ -1,4 +1,4 @@
-"""What the stages of the resident kernel share: sizes, barriers, and stores into other blocks' shared memory."""
+"""What the stages of the resident kernel share: sizes, a barrier, a prefetch, two bf16 of a register."""
 
 from dataclasses import dataclass
 
@@ -14,26 +14,12 @@ SLOTS = 8  # of partial sums; two warps share one
 BATCH = 32  # steps whose comb is computed at once, a lane a token
 
 
-# TileLang has no names for these instructions. `mhc_send` stores four floats in the shared memory of block `rank`, at
-# the same place as here, and counts their bytes there at a barrier: no fence, no buffer to send from.
+# TileLang has no name for this instruction
 PRELUDE = """
-#if defined(__CUDACC__) && !defined(MHC_RESIDENT)  // once, where several kernels share a source
-#define MHC_RESIDENT
+#if defined(__CUDACC__) && !defined(MHC_PREFETCH)  // once, where several kernels share a source
+#define MHC_PREFETCH
 __forceinline__ __device__ void mhc_prefetch(const void* from, unsigned bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes));
-}
-template <class Barrier>
-__forceinline__ __device__ void mhc_send(
-    float a, float b, float c, float d, const void* to, Barrier& barrier, int rank) {
-  asm volatile(
-      "{\\n"
-      ".reg .b32 to, barrier;\\n"
-      "mapa.shared::cluster.u32 to, %4, %6;\\n"
-      "mapa.shared::cluster.u32 barrier, %5, %6;\\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [to], {%0, %1, %2, %3}, [barrier];\\n"
-      "}\\n" ::"r"(__float_as_uint(a)), "r"(__float_as_uint(b)), "r"(__float_as_uint(c)), "r"(__float_as_uint(d)),
-      "r"((unsigned)__cvta_generic_to_shared(to)), "r"((unsigned)__cvta_generic_to_shared(&barrier)), "r"(rank)
-      : "memory");
 }
 #endif
 """
@@ -116,11 +102,6 @@ def sync():
     T.sync_threads(1, THREADS)
 
 
-def share(total, among, i):
-    """Where the `i`th of `among` equal shares of `total` begins."""
-    return i * (total // among) + T.min(i, total % among)
-
-
 def first(pair):
     """The fp32 value of the first of two bf16 in a register."""
     return T.reinterpret(pair << T.uint32(16), "float32")
@@ -128,46 +109,3 @@ def first(pair):
 
 def second(pair):
     return T.reinterpret(T.bitwise_and(pair, T.uint32(0xFFFF0000)), "float32")
-
-
-@T.macro
-def gather_quad(value, quad, lane):
-    """quad = the values of this lane and the three that share its four."""
-    for e in T.unroll(4):
-        quad[e] = T.shfl_sync(value[0], lane // 4 * 4 + e)
-
-
-@T.macro
-def send_quad(quad, buffer, index, barriers, parity, to, rank):
-    """buffer[index:index + 4] of block `to` = quad, plainly in the own block; to be followed by `arrive`.
-
-    A GPU's memory checker calls a bulk copy to the own block invalid, so an asynchronous store would hardly pass.
-    """
-    if to == rank:
-        for e in T.vectorized(4):
-            buffer[index + e] = quad[e]
-    else:
-        T.evaluate(
-            T.call_extern(
-                "handle",
-                "mhc_send",
-                quad[0],
-                quad[1],
-                quad[2],
-                quad[3],
-                T.access_ptr(buffer[index], "w", extent=4),
-                barriers[parity],
-                to,
-            )
-        )
-
-
-@T.macro
-def arrive(barriers, parity, announces, count, lane):
-    """A warp has done its own block's stores; the one that `announces` says how many bytes come from the others."""
-    T.sync_warp()
-    if lane == 0:
-        if announces:
-            T.mbarrier_arrive_expect_tx(barriers[parity], count)
-        else:
-            T.mbarrier_arrive(barriers[parity])

@@ -5,6 +5,7 @@ A lane has token `lane / 4` of the tile and 8 adjacent columns of every stream, 
 
 import tilelang.language as T
 
+from mhc.kernels.parts import copy_async
 from mhc.kernels.resident_parts import TILE, first, second
 
 
@@ -49,10 +50,6 @@ def load_gates(shape, post, comb, gates, parity, t0, end, tid):
             if k < shape.gates:
                 copy_async(gates[parity, t, k], comb[T.cast(t0 + t, "int64"), k - hc], vec)
     T.ptx_commit_group()
-
-
-def copy_async(dst, src, count):
-    return T.ptx_cp_async(T.access_ptr(dst, "w", extent=count), T.access_ptr(src, "r", extent=count), count)
 
 
 @T.macro
