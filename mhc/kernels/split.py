@@ -11,11 +11,12 @@ import tilelang.language as T
 
 from mhc.config import MHCConfig
 from mhc.kernels.parts import CLUSTER
+from mhc.kernels.remote import arrive, gather_quad, send_quad
 
 PARTS = 3  # 8 bits each: a float's 24
 SLOTS = 4  # of exchanged sums
 X_SLOTS = 3  # tiles of x: one being projected, the one before, the one after
-COMB_WARPS = 2  # take the tiles in turn, since a Sinkhorn may outlast a tile
+GROUP = 4  # adjacent tokens of a tile whose comb one block computes: as many floats as a store sends
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,9 @@ class Slices:
         return self.warps * 32
 
     @property
-    def comb_warps(self) -> int:
-        return COMB_WARPS if self.comb else 0
-
-    @property
     def threads(self) -> int:
-        return self.workers + self.comb_warps * 32
+        """The workers, and a warp that computes comb."""
+        return self.workers + (32 if self.comb else 0)
 
     @property
     def rounds(self) -> int:
@@ -115,19 +113,19 @@ class Slices:
         return self.rows - 2 * self.config.hc_mult
 
     @property
-    def gates(self) -> int:
-        """Floats a token that every block needs: pre, post, the sum of squares, padding for the copy engine."""
-        return -(-(2 * self.config.hc_mult + 1) // 4) * 4
+    def commons(self) -> int:
+        """Sums a token that every block needs: pre, post, the squares."""
+        return 2 * self.config.hc_mult + 1
 
     @property
-    def owned(self) -> int:
-        """Tokens of a tile whose comb a block computes: t = rank, rank + 8, ..."""
-        return -(-self.tile // CLUSTER)
+    def token_pitch(self) -> int:
+        """Floats between two such sums of a token: a multiple of 4, padded as `pitch` is."""
+        return self.token_tiles * 8 + 4
 
     @property
     def mixes(self) -> int:
-        """Floats that a block needs for them, padded likewise; a minimum where there is no comb."""
-        return max(-(-self.owned * self.comb // 4) * 4, 4)
+        """Sums that the owner of a group needs besides; a minimum where there is no comb."""
+        return max(GROUP * self.comb, 4)
 
 
 @T.macro
@@ -270,29 +268,33 @@ def multiply(a, a_at, b, acc):
 
 
 @T.macro
-def add_warps(plan, partial, gate_part, mix_stage, mix_part, slot, count, rank, tid):
-    """Sums over all warps: of pre, post and squares to gate_part[slot, rank, t], of comb to where its owner's are sent.
+def send_sums(plan, partial, gate_part, mix_part, arrived, slot, count, rank, tid):
+    """Add up the warps' shares and send the sums of `count` tokens, of four tokens at a time.
 
-    Those are at mix_stage[slot, owner], the block's own at mix_part[slot, rank].
+    Those that all blocks need go to gate_part [SLOTS, CLUSTER, commons, token_pitch] of each; those of comb go to
+    mix_part [SLOTS, CLUSTER, comb, GROUP] of the block that owns the four tokens, the block of their number.
     """
+    lane = tid % 32
     gates = 2 * plan.config.hc_mult
+    size = plan.token_tiles * plan.sums * 8
     value = T.alloc_local((1,), "float32")
-    for i in T.unroll(T.ceildiv(plan.token_tiles * plan.sums * 8, plan.workers)):
-        q = i * plan.workers + tid
-        h = q // (plan.sums * 8)
-        m = q // 8 % plan.sums
-        t = h * 8 + q % 8
-        if t < count:
-            value[0] = partial[0, h, m, q % 8]
+    quad = T.alloc_local((4,), "float32")
+    for i in T.unroll(T.ceildiv(size, plan.workers)):
+        if i * plan.workers + tid // 32 * 32 < size:  # a whole warp: its lanes exchange values
+            q = T.min(i * plan.workers + tid, size - 1)
+            m = q // 8 % plan.sums
+            first = q // (plan.sums * 8) * 8 + q % 8 // GROUP * GROUP
+            value[0] = partial[0, q // (plan.sums * 8), m, q % 8]
             for g in T.unroll(plan.warps - 1):
-                value[0] += partial[g + 1, h, m, q % 8]
-            if m < gates:
-                gate_part[slot, rank, t, m] = value[0]
-            elif m == plan.rows:
-                gate_part[slot, rank, t, gates] = value[0]
-            elif plan.comb:
-                at = t // CLUSTER * plan.comb + m - gates
-                if t % CLUSTER == rank:
-                    mix_part[slot, rank, at] = value[0]
-                else:
-                    mix_stage[slot, t % CLUSTER, at] = value[0]
+                value[0] += partial[g + 1, q // (plan.sums * 8), m, q % 8]
+            gather_quad(value, quad, lane)
+            if i * plan.workers + tid < size and first < count:
+                if m < gates or m == plan.rows:
+                    at = ((slot * CLUSTER + rank) * plan.commons + T.min(m, gates)) * plan.token_pitch + first
+                    for j in T.unroll(CLUSTER // 4):
+                        send_quad(quad, gate_part, at, arrived, slot, lane % 4 + j * 4, rank)
+                elif lane % 4 == 0:
+                    at_owner = ((slot * CLUSTER + rank) * plan.comb + m - gates) * GROUP
+                    send_quad(quad, mix_part, at_owner, arrived, slot, first // GROUP, rank)
+    quads = plan.commons * T.ceildiv(count, GROUP) + T.if_then_else(rank * GROUP < count, plan.comb, 0)
+    arrive(arrived, slot, tid // 32 == 0, (CLUSTER - 1) * quads * 16, lane)

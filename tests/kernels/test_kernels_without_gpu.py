@@ -14,8 +14,9 @@ from torch import Tensor
 
 from mhc import launch
 from mhc.config import MHCConfig
+from mhc.kernels import gates, resident_parts
 from mhc.kernels.parts import PASS_CONFIGS
-from mhc.kernels.resident_parts import BATCH, TILE
+from mhc.kernels.resident_parts import TILE
 
 from . import mutants
 from .builds import Builds, Variant, build_cubins, lowered, one_cluster, variants
@@ -133,9 +134,16 @@ def test_a_cluster_takes_many_tiles(case: Case, on_emulator: EmulatedLaunch) -> 
             assert torch.equal(bits(a), bits(b)), f"order {on_emulator.seed}"
 
 
-def test_comb_of_more_steps_than_a_batch(on_emulator: EmulatedLaunch) -> None:
-    op = next(op for op in OPS if op.name == "post_pre")
-    p = problem(MHCConfig(SMALL), TILE * BATCH + 3)
+@pytest.mark.parametrize(
+    ("name", "hc", "tokens"),
+    [
+        ("post_pre", 4, TILE * resident_parts.BATCH + 3),
+        *(("pre_broadcast-fused", hc, 2 * gates.BATCH + 3) for hc in range(2, 9)),
+    ],
+)
+def test_comb_of_more_steps_than_a_batch(name: str, hc: int, tokens: int, on_emulator: EmulatedLaunch) -> None:
+    op = next(op for op in OPS if op.name == name)
+    p = problem(MHCConfig(SMALL, hc), tokens)
     plenty = op.call(p)
     with one_cluster():
         got = op.call(p)
