@@ -54,9 +54,9 @@ def one_stream(config: MHCConfig, tokens: int) -> Variant:
     warps = 16 if rows <= 24 else 8  # `Slices.warps` of `kernels.split`, without an import of TileLang
 
     def shared_bytes(tile: int) -> int:
-        # 3 tiles of x, the warps' sums; 4 slots of what 8 blocks send, for all and for comb; comb's logits
-        per_token = 6 * (cols + 16) + 4 * warps * (rows + 1)
-        return tile * per_token + 128 * (2 * hc + 1) * (tile + 4) + 640 * hc**2 + 512
+        # 3 tiles of x, the warps' sums; 4 slots of what 8 blocks send, for all and for owners; comb's logits
+        per_token = 6 * (cols + 16) + 4 * warps * (rows + 1) + 128 * (2 * hc + 1) + 16 * (hc**2 + 3 & ~3)
+        return tile * per_token + 512 * (2 * hc + 1) + 128 * (hc**2 + 4)
 
     most = next((tile for tile in (32, 24, 16, 8, 4, 2, 1) if shared_bytes(max(tile, 8)) <= 231_000), 0)
     if not most:

@@ -3,10 +3,10 @@
 import tilelang.language as T
 
 from mhc.config import MHCConfig
-from mhc.kernels.gates import BATCH, finish_tile, own_comb, own_logits
+from mhc.kernels.gates import finish_tile, own_comb, own_logits
 from mhc.kernels.parts import CLUSTER, copy_async, flat, shares_before
 from mhc.kernels.remote import PRELUDE
-from mhc.kernels.split import GROUP, PARTS, SLOTS, X_SLOTS, Slices, cut_fn, dot_tile, load_fn, send_sums
+from mhc.kernels.split import PARTS, SLOTS, X_SLOTS, Slices, cut_fn, dot_tile, load_fn, send_sums
 
 
 def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: str):
@@ -41,7 +41,7 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
             partial = T.alloc_shared((plan.warps, plan.token_tiles, plan.sums, 8), "float32")
             gate_part = T.alloc_shared((SLOTS * CLUSTER * plan.commons * plan.token_pitch,), "float32")
             mix_part = T.alloc_shared((SLOTS * CLUSTER * plan.mixes,), "float32")
-            logits = T.alloc_shared((BATCH * GROUP, hc * hc + 4), "float32")  # padded as `pitch` is
+            logits = T.alloc_shared((32, hc * hc + 4), "float32")  # padded as `pitch` is
             arrived = T.alloc_barrier([plan.warps] * SLOTS)
             w = T.alloc_local((plan.steps_held * plan.row_tiles * 4,), "float32")
             pairs = T.alloc_local((max(plan.steps_held * PARTS * plan.pairs * 4, 1),), "uint32")
@@ -72,14 +72,13 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
                         if s < steps:
                             T.named_barrier_arrive(2 + s, plan.workers + 32)
                     for s in T.serial(steps):
-                        t0, end = bounds(share, s)
-                        own_logits(plan, sums, mix_part, logits, weights, s, s + 2 < steps, rank, t0, end, lane)
-                        if s % BATCH == BATCH - 1 or s == steps - 1:
+                        own_logits(plan, sums, mix_part, logits, weights, s, s + 2 < steps, rank, lane)
+                        if s % plan.batch == plan.batch - 1 or s == steps - 1:
                             # the step whose token a lane has
-                            of = s - s % BATCH + lane // GROUP
-                            begin_of, end_of = bounds(share, of)
-                            own_token[0] = begin_of + rank * GROUP + lane % GROUP
-                            own_comb(plan, logits, comb, own_token[0], of <= s and own_token[0] < end_of, lane)
+                            of = s - s % plan.batch + lane // plan.owned
+                            first, end = bounds(share, of)
+                            own_token[0] = first + lane % plan.owned * CLUSTER + rank
+                            own_comb(plan, logits, comb, own_token[0], of <= s and own_token[0] < end, lane)
             else:
                 for s in T.unroll(2):
                     t0, end = bounds(share, s)

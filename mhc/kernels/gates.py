@@ -4,9 +4,7 @@ import tilelang.language as T
 
 from mhc.kernels.parts import CLUSTER, sigmoid
 from mhc.kernels.sinkhorn import balance, sinkhorn
-from mhc.kernels.split import GROUP, SLOTS, X_SLOTS
-
-BATCH = 32 // GROUP  # steps whose comb is computed at once, a lane a token
+from mhc.kernels.split import SLOTS, X_SLOTS
 
 
 @T.macro
@@ -94,8 +92,8 @@ def scale_row(has_norm, xb, wb, w_at, p, rstd):
 
 
 @T.macro
-def own_logits(plan, sums, mix_part, logits, weights, step, awaited, rank, t0, end, lane):
-    """logits[t, :] of the four tokens of a tile that this block owns, by one warp: a lane a token and element.
+def own_logits(plan, sums, mix_part, logits, weights, step, awaited, rank, lane):
+    """logits[token, :] of the tokens of a tile that this block owns, by one warp: a lane an element.
 
     Their exponentials, where a row of comb is a power of two and so in reach of butterflies. `awaited` says whether
     anyone waits to overwrite the sums.
@@ -104,7 +102,7 @@ def own_logits(plan, sums, mix_part, logits, weights, step, awaited, rank, t0, e
     scale, base, _ = weights
     hc = plan.config.hc_mult
     slot = step % SLOTS
-    size = GROUP * plan.comb
+    size = plan.owned * plan.comb
     bias = T.alloc_local((-(-size // 32),), "float32")
     factor = T.alloc_local((1,), "float32")
     total = T.alloc_local((1,), "float32")
@@ -112,28 +110,28 @@ def own_logits(plan, sums, mix_part, logits, weights, step, awaited, rank, t0, e
     square = T.alloc_local((1,), "float32")
     factor[0] = scale[2]
     for i in T.unroll(T.ceildiv(size, 32)):
-        bias[i] = base[2 * hc + T.min(i * 32 + lane, size - 1) // GROUP]
+        bias[i] = base[2 * hc + (i * 32 + lane) % plan.comb]
     T.mbarrier_wait_parity(arrived[slot], step // SLOTS % 2)
-    if t0 + rank * GROUP < end:
+    # of all that a full tile would have: what there is no token for is never read
+    for i in T.unroll(T.ceildiv(size, 32)):
+        q = T.min(i * 32 + lane, size - 1)
+        token = q // plan.comb
+        total[0] = 0.0
         square[0] = 0.0
         for b in T.unroll(CLUSTER):
             at = ((slot * CLUSTER + b) * plan.commons + 2 * hc) * plan.token_pitch
-            square[0] += gate_part[at + rank * GROUP + lane % GROUP]
+            square[0] += gate_part[at + token * CLUSTER + rank]
+            total[0] += mix_part[((slot * CLUSTER + b) * plan.owned + token) * plan.comb_sent + q % plan.comb]
         # m *= rsqrt(mean(x^2) + rms_eps)
         rstd = T.rsqrt(square[0] / plan.config.hidden_size + plan.config.rms_eps)
-        for i in T.unroll(T.ceildiv(size, 32)):
-            q = T.min(i * 32 + lane, size - 1)
-            total[0] = 0.0
-            for b in T.unroll(CLUSTER):
-                total[0] += mix_part[(slot * CLUSTER + b) * size + q]
-            total[0] = total[0] * rstd * factor[0] + bias[i]
-            if in_reach(hc):
-                top[0] = total[0]
-                for k in T.unroll(hc.bit_length() - 1):
-                    top[0] = T.max(top[0], T.shfl_xor(top[0], GROUP << k))
-                total[0] = T.exp(total[0] - top[0])
-            if i * 32 + lane < size:
-                logits[step % BATCH * GROUP + q % GROUP, q // GROUP] = total[0]
+        total[0] = total[0] * rstd * factor[0] + bias[i]
+        if in_reach(hc):
+            top[0] = total[0]
+            for k in T.unroll(hc.bit_length() - 1):
+                top[0] = T.max(top[0], T.shfl_xor(top[0], 1 << k))
+            total[0] = T.exp(total[0] - top[0])
+        if i * 32 + lane < size:
+            logits[step % plan.batch * plan.owned + token, q % plan.comb] = total[0]
     T.sync_warp()
     if awaited:
         T.named_barrier_arrive(2 + step % 2, plan.workers + 32)

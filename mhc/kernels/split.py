@@ -16,7 +16,6 @@ from mhc.kernels.remote import arrive, gather_quad, send_quad
 PARTS = 3  # 8 bits each: a float's 24
 SLOTS = 4  # of exchanged sums
 X_SLOTS = 3  # tiles of x: one being projected, the one before, the one after
-GROUP = 4  # adjacent tokens of a tile whose comb one block computes: as many floats as a store sends
 
 
 @dataclass(frozen=True)
@@ -123,9 +122,24 @@ class Slices:
         return self.token_tiles * 8 + 4
 
     @property
+    def comb_sent(self) -> int:
+        """`comb`, filled up to a multiple of 4."""
+        return -(-self.comb // 4) * 4
+
+    @property
+    def owned(self) -> int:
+        """Tokens of a tile whose comb a block computes: t = rank, rank + 8, ..."""
+        return -(-self.tile // CLUSTER)
+
+    @property
     def mixes(self) -> int:
-        """Sums that the owner of a group needs besides; a minimum where there is no comb."""
-        return max(GROUP * self.comb, 4)
+        """Sums that a block needs for them; a minimum where there is no comb."""
+        return max(self.owned * self.comb_sent, 4)
+
+    @property
+    def batch(self) -> int:
+        """Steps whose comb is computed at once, a lane a token."""
+        return 32 // self.owned
 
 
 @T.macro
@@ -269,32 +283,50 @@ def multiply(a, a_at, b, acc):
 
 @T.macro
 def send_sums(plan, partial, gate_part, mix_part, arrived, slot, count, rank, tid):
-    """Add up the warps' shares and send the sums of `count` tokens, of four tokens at a time.
+    """Add up the warps' shares and send the sums of `count` tokens, four values at a time.
 
-    Those that all blocks need go to gate_part [SLOTS, CLUSTER, commons, token_pitch] of each; those of comb go to
-    mix_part [SLOTS, CLUSTER, comb, GROUP] of the block that owns the four tokens, the block of their number.
+    gate_part [SLOTS, CLUSTER, commons, token_pitch] of every block takes four tokens of a row, mix_part [SLOTS,
+    CLUSTER, owned, comb_sent] four rows of a token that the block owns.
     """
     lane = tid % 32
-    gates = 2 * plan.config.hc_mult
-    size = plan.token_tiles * plan.sums * 8
+    gates = plan.commons - 1
+    common = plan.token_tiles * plan.commons * 8
+    in_warps = -(-common // 32) * 32  # the lanes of a warp exchange values
+    size = in_warps + plan.token_tiles * plan.comb_sent * 8
     value = T.alloc_local((1,), "float32")
     quad = T.alloc_local((4,), "float32")
-    for i in T.unroll(T.ceildiv(size, plan.workers)):
-        if i * plan.workers + tid // 32 * 32 < size:  # a whole warp: its lanes exchange values
-            q = T.min(i * plan.workers + tid, size - 1)
-            m = q // 8 % plan.sums
-            first = q // (plan.sums * 8) * 8 + q % 8 // GROUP * GROUP
-            value[0] = partial[0, q // (plan.sums * 8), m, q % 8]
-            for g in T.unroll(plan.warps - 1):
-                value[0] += partial[g + 1, q // (plan.sums * 8), m, q % 8]
+    for i in T.unroll(T.ceildiv(size, plan.workers), unroll_factor=1):  # unrolled, a tile of 24 would spill
+        q = i * plan.workers + tid
+        if q < in_warps:
+            c = T.min(q, common - 1)
+            m = c // 8 % plan.commons
+            # the last of the common rows is the squares'
+            add_warps(plan, partial, c // 8 // plan.commons, m + m // gates * (plan.rows - gates), c % 8, value)
             gather_quad(value, quad, lane)
-            if i * plan.workers + tid < size and first < count:
-                if m < gates or m == plan.rows:
-                    at = ((slot * CLUSTER + rank) * plan.commons + T.min(m, gates)) * plan.token_pitch + first
-                    for j in T.unroll(CLUSTER // 4):
-                        send_quad(quad, gate_part, at, arrived, slot, lane % 4 + j * 4, rank)
-                elif lane % 4 == 0:
-                    at_owner = ((slot * CLUSTER + rank) * plan.comb + m - gates) * GROUP
-                    send_quad(quad, mix_part, at_owner, arrived, slot, first // GROUP, rank)
-    quads = plan.commons * T.ceildiv(count, GROUP) + T.if_then_else(rank * GROUP < count, plan.comb, 0)
+            first = c // 8 // plan.commons * 8 + c % 8 // 4 * 4
+            if q < common and first < count:
+                at = ((slot * CLUSTER + rank) * plan.commons + m) * plan.token_pitch + first
+                for j in T.unroll(CLUSTER // 4):
+                    send_quad(quad, gate_part, at, arrived, slot, lane % 4 + j * 4, rank)
+        elif plan.comb:  # noqa: SIM102 (known to the compiler, unlike the next)
+            if q < size:
+                r = q - in_warps
+                h = r // 8 // plan.comb_sent
+                from_row = r // 32 % (plan.comb_sent // 4) * 4
+                owner = r // 4 % 8
+                add_warps(plan, partial, h, T.min(gates + from_row + lane % 4, plan.rows - 1), owner, value)
+                gather_quad(value, quad, lane)
+                if lane % 4 == 0 and h * 8 + owner < count:
+                    at_owner = ((slot * CLUSTER + rank) * plan.owned + h) * plan.comb_sent + from_row
+                    send_quad(quad, mix_part, at_owner, arrived, slot, owner, rank)
+    # of the tokens, the block owns (count + 7 - rank) // 8
+    quads = plan.commons * T.ceildiv(count, 4) + (count + CLUSTER - 1 - rank) // CLUSTER * (plan.comb_sent // 4)
     arrive(arrived, slot, tid // 32 == 0, (CLUSTER - 1) * quads * 16, lane)
+
+
+@T.macro
+def add_warps(plan, partial, h, m, t, value):
+    """value = the sum of partial[:, h, m, t], in the order of the warps."""
+    value[0] = partial[0, h, m, t]
+    for g in T.unroll(plan.warps - 1):
+        value[0] += partial[g + 1, h, m, t]

@@ -63,7 +63,7 @@ class Victim:
 
 VICTIMS = (
     # a cluster's first meeting, of workers and of comb's warp; twice one warp's lanes, which its shuffles order here
-    Victim("pre_broadcast-fused", 19, BARRIER, 4),
+    Victim("pre_broadcast-fused", 11, BARRIER, 4),
     # a barrier that holds loads together, a wait for what the whole block has waited for
     Victim("post_pre", 47, WAIT, 2),
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mhc import launch
 from mhc.config import MHCConfig
-from mhc.kernels import gates, resident_parts
+from mhc.kernels import resident_parts
 from mhc.kernels.parts import PASS_CONFIGS
 from mhc.kernels.resident_parts import TILE
 
@@ -138,7 +138,7 @@ def test_a_cluster_takes_many_tiles(case: Case, on_emulator: EmulatedLaunch) -> 
     ("name", "hc", "tokens"),
     [
         ("post_pre", 4, TILE * resident_parts.BATCH + 3),
-        *(("pre_broadcast-fused", hc, 2 * gates.BATCH + 3) for hc in range(2, 9)),
+        *(("pre_broadcast-fused", hc, 2 * 32 + 3) for hc in range(2, 9)),
     ],
 )
 def test_comb_of_more_steps_than_a_batch(name: str, hc: int, tokens: int, on_emulator: EmulatedLaunch) -> None:
