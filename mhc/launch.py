@@ -55,7 +55,7 @@ def one_stream(config: MHCConfig, tokens: int) -> Variant:
 
     def shared_bytes(tile: int) -> int:
         # 3 tiles of x, the warps' sums; 4 slots of what 8 blocks send, for all and for owners; comb's logits
-        per_token = 6 * (cols + 16) + 4 * warps * (rows + 1) + 128 * (2 * hc + 1) + 16 * (hc**2 + 3 & ~3)
+        per_token = 6 * (cols + 16) + 4 * warps * (rows + 1) + 128 * (2 * hc + 1) + 64 * -(-(hc**2) // 4)
         return tile * per_token + 512 * (2 * hc + 1) + 128 * (hc**2 + 4)
 
     most = next((tile for tile in (32, 24, 16, 8, 4, 2, 1) if shared_bytes(max(tile, 8)) <= 231_000), 0)

@@ -5,8 +5,8 @@ import tilelang.language as T
 from mhc.config import MHCConfig
 from mhc.kernels.gates import finish_tile, own_comb, own_logits
 from mhc.kernels.parts import CLUSTER, copy_async, flat, shares_before
-from mhc.kernels.remote import PRELUDE
-from mhc.kernels.split import PARTS, SLOTS, X_SLOTS, Slices, cut_fn, dot_tile, load_fn, send_sums
+from mhc.kernels.remote import PRELUDE, arrive, gather_quad, send_quad
+from mhc.kernels.split import PARTS, SLOTS, X_SLOTS, Slices, cut_fn, dot_tile, load_fn
 
 
 def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: str):
@@ -179,3 +179,54 @@ def prefetch_x(plan, x, x_tile, slot, rank, t0, end, tid):
                 if col < plan.cols:
                     copy_async(x_tile[slot, t, col], x[T.cast(t0 + t, "int64"), rank * plan.cols + col], 8)
     T.ptx_commit_group()
+
+
+@T.macro
+def send_sums(plan, partial, gate_part, mix_part, arrived, slot, count, rank, tid):
+    """Add up the warps' shares and send the sums of `count` tokens, four values at a time.
+
+    gate_part [SLOTS, CLUSTER, commons, token_pitch] of every block takes four tokens of a row, mix_part [SLOTS,
+    CLUSTER, owned, comb_sent] four rows of a token that the block owns.
+    """
+    lane = tid % 32
+    gates = plan.commons - 1
+    common = plan.token_tiles * plan.commons * 8
+    in_warps = -(-common // 32) * 32  # the lanes of a warp exchange values
+    size = in_warps + plan.token_tiles * plan.comb_sent * 8
+    value = T.alloc_local((1,), "float32")
+    quad = T.alloc_local((4,), "float32")
+    for i in T.unroll(T.ceildiv(size, plan.workers), unroll_factor=1):  # unrolled, a tile of 24 would spill
+        q = i * plan.workers + tid
+        if q < in_warps:
+            c = T.min(q, common - 1)
+            m = c // 8 % plan.commons
+            # the last of the common rows is the squares'
+            add_warps(plan, partial, c // 8 // plan.commons, m + m // gates * (plan.rows - gates), c % 8, value)
+            gather_quad(value, quad, lane)
+            first = c // 8 // plan.commons * 8 + c % 8 // 4 * 4
+            if q < common and first < count:
+                at = ((slot * CLUSTER + rank) * plan.commons + m) * plan.token_pitch + first
+                for j in T.unroll(CLUSTER // 4):
+                    send_quad(quad, gate_part, at, arrived, slot, lane % 4 + j * 4, rank)
+        elif plan.comb:  # noqa: SIM102 (known to the compiler, unlike the next)
+            if q < size:
+                r = q - in_warps
+                h = r // 8 // plan.comb_sent
+                from_row = r // 32 % (plan.comb_sent // 4) * 4
+                owner = r // 4 % 8
+                add_warps(plan, partial, h, T.min(gates + from_row + lane % 4, plan.rows - 1), owner, value)
+                gather_quad(value, quad, lane)
+                if lane % 4 == 0 and h * 8 + owner < count:
+                    at_owner = ((slot * CLUSTER + rank) * plan.owned + h) * plan.comb_sent + from_row
+                    send_quad(quad, mix_part, at_owner, arrived, slot, owner, rank)
+    # of the tokens, the block owns (count + 7 - rank) // 8
+    quads = plan.commons * T.ceildiv(count, 4) + (count + CLUSTER - 1 - rank) // CLUSTER * (plan.comb_sent // 4)
+    arrive(arrived, slot, tid // 32 == 0, (CLUSTER - 1) * quads * 16, lane)
+
+
+@T.macro
+def add_warps(plan, partial, h, m, t, value):
+    """value = the sum of partial[:, h, m, t], in the order of the warps."""
+    value[0] = partial[0, h, m, t]
+    for g in T.unroll(plan.warps - 1):
+        value[0] += partial[g + 1, h, m, t]

@@ -138,6 +138,7 @@ def own_logits(plan, sums, mix_part, logits, weights, step, awaited, rank, lane)
 
 
 def in_reach(hc):
+    """Whether a row of comb is a power of two."""
     return hc in (2, 4, 8)
 
 
