@@ -16,6 +16,7 @@ def finish_tile(plan, has_norm, outputs, sums, x_tile, weights, into, step, rank
     lane = tid % 32
     hc = plan.config.hc_mult
     slot = step % SLOTS
+    token = T.alloc_local((1,), "int32")  # kept, or every address would add it up anew
     bias = T.alloc_local((1,), "float32")
     factor_of = T.alloc_local((1,), "float32")
     total = T.alloc_local((1,), "float32")
@@ -34,7 +35,8 @@ def finish_tile(plan, has_norm, outputs, sums, x_tile, weights, into, step, rank
     T.mbarrier_wait_parity(arrived[slot], step // SLOTS % 2)
     for i in T.unroll(plan.rounds):
         t = i * plan.warps + tid // 32
-        if t0 + t < end:
+        token[0] = t0 + t
+        if token[0] < end:
             total[0] = 0.0
             if lane <= 2 * hc:
                 for b in T.unroll(CLUSTER):
@@ -43,7 +45,7 @@ def finish_tile(plan, has_norm, outputs, sums, x_tile, weights, into, step, rank
             mean_square = T.shfl_sync(total[0], 2 * hc) / plan.config.hidden_size
             total[0] = sigmoid(total[0] * T.rsqrt(mean_square + plan.config.rms_eps) * factor_of[0] + bias[0])
             if t % CLUSTER == rank and lane >= hc and lane < 2 * hc:
-                post[t0 + t, lane - hc] = plan.config.post_mult * total[0]
+                post[token[0], lane - hc] = plan.config.post_mult * total[0]
             # P = sum_j pre_j;  mean((P * x)^2) = P^2 * mean(x^2)
             total[0] = total[0] + plan.config.pre_eps
             p[0] = 0.0
@@ -52,7 +54,7 @@ def finish_tile(plan, has_norm, outputs, sums, x_tile, weights, into, step, rank
             rstd = T.rsqrt(p[0] * p[0] * mean_square + plan.config.norm_eps)
             if outputs == "table":
                 if t % CLUSTER == rank and lane < 2:
-                    factor[t0 + t, lane] = T.if_then_else(lane == 0, p[0], rstd)
+                    factor[token[0], lane] = T.if_then_else(lane == 0, p[0], rstd)
             else:
                 for v in T.unroll(plan.vecs):
                     col = (v * 32 + lane) * 8
@@ -62,10 +64,10 @@ def finish_tile(plan, has_norm, outputs, sums, x_tile, weights, into, step, rank
                         if outputs == "all":
                             for j in T.unroll(hc):
                                 for e in T.vectorized(8):
-                                    residual[T.cast(t0 + t, "int64"), j, rank * plan.cols + col + e] = xb[e]
+                                    residual[T.cast(token[0], "int64"), j, rank * plan.cols + col + e] = xb[e]
                         scale_row(has_norm, xb, wb, v * 8, p[0], rstd)
                         for e in T.vectorized(8):
-                            layer_input[t0 + t, rank * plan.cols + col + e] = xb[e]
+                            layer_input[token[0], rank * plan.cols + col + e] = xb[e]
 
 
 @T.macro
