@@ -49,12 +49,15 @@ PICKS_KEPT = 16384  # of (config, T): a pick costs a microsecond
 @functools.lru_cache(PICKS_KEPT)
 def one_stream(config: MHCConfig, tokens: int) -> Variant:
     """The variant of a kernel on embeddings; shared memory holds fewer tokens of wide rows or many streams."""
-    rows, cols = config.mix_rows, config.hidden_size // 8
-    gates = -(-(2 * config.hc_mult + 1) // 4) * 4
+    hc, rows, cols = config.hc_mult, config.mix_rows, config.hidden_size // 8
     warps = 16 if rows <= 24 else 8  # `Slices.warps` of `kernels.split`, without an import of TileLang
-    # 3 tiles of x, the warps' sums, 4 slots of exchanged sums and those of comb on both sides, comb's scratch
-    token_bytes = 6 * (cols + 16) + 4 * warps * (rows + 1) + 128 * gates + 34 * config.hc_mult**2
-    most = next((tile for tile in (32, 24, 16, 8, 4, 2, 1) if max(tile, 8) * token_bytes <= 224_000), 0)
+
+    def shared_bytes(tile: int) -> int:
+        # 3 tiles of x, the warps' sums; 4 slots of what 8 blocks send, for all and for owners; comb's logits
+        per_token = 6 * (cols + 16) + 4 * warps * (rows + 1) + 128 * (2 * hc + 1) + 64 * -(-(hc**2) // 4)
+        return tile * per_token + 512 * (2 * hc + 1) + 128 * (hc**2 + 4)
+
+    most = next((tile for tile in (32, 24, 16, 8, 4, 2, 1) if shared_bytes(max(tile, 8)) <= 231_000), 0)
     if not most:
         raise ValueError(f"hidden_size must leave room for a tile in shared memory, got {config.hidden_size}")
     if cols > 256 and cols % 16:

@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from mhc.kernels.parts import WORKERS
+from mhc.kernels.parts import WORKERS, copy_async
 
 
 @T.macro
@@ -42,10 +42,6 @@ def prefetch_post(plan, sources, o, r, post, comb, raw, coefficients, rank, t0, 
                     coefficients[e // (hc * hc), hc + e % (hc * hc)], comb[t0 + e // (hc * hc), e % (hc * hc)], 1
                 )
     T.ptx_commit_group()
-
-
-def copy_async(dst, src, count):
-    return T.ptx_cp_async(T.access_ptr(dst, "w", extent=count), T.access_ptr(src, "r", extent=count), count)
 
 
 @T.macro

@@ -3,9 +3,10 @@
 import tilelang.language as T
 
 from mhc.config import MHCConfig
-from mhc.kernels.gates import comb_step, finish_tile
-from mhc.kernels.parts import CLUSTER, flat, send, store_bulk
-from mhc.kernels.split import COMB_WARPS, PARTS, SLOTS, X_SLOTS, Slices, add_warps, cut_fn, dot_tile, load_fn
+from mhc.kernels.gates import finish_tile, own_comb, own_logits
+from mhc.kernels.parts import CLUSTER, copy_async, flat, shares_before
+from mhc.kernels.remote import PRELUDE, arrive, gather_quad, send_quad
+from mhc.kernels.split import PARTS, SLOTS, X_SLOTS, Slices, cut_fn, dot_tile, load_fn
 
 
 def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: str):
@@ -13,7 +14,8 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
 
     A cluster takes an equal share of the tokens, in equal tiles. It sends the sums of one tile before it waits for
     those of the tile before, so that the exchange is off the chain. Four slots for them suffice: a block that sends
-    step s has seen all sums of s - 2, and a peer sends those only after it has read all of s - 4.
+    step s has seen all sums of s - 2, and a peer sends those only after it has read all of s - 4. A warp of its own
+    computes comb, of many steps at once: it takes as long for 32 tokens as for one.
 
     Args:
         config: shapes and constants.
@@ -31,21 +33,21 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
     @T.macro
     def body(x, fn, scale, base, weight, residual, post, comb, layer_input, factor):
         with T.ClusterKernel(T.min(tokens, clusters) * CLUSTER, cluster_dims=CLUSTER, threads=plan.threads) as block:
+            T.import_source(PRELUDE)
             tid = T.get_thread_binding()
             rank = block % CLUSTER
             x_tile = T.alloc_shared((X_SLOTS, tile, plan.pitch), "bfloat16")
             x_words = T.view(x_tile, (X_SLOTS, tile, plan.pitch // 2), "uint32")
             partial = T.alloc_shared((plan.warps, plan.token_tiles, plan.sums, 8), "float32")
-            gate_part = T.alloc_shared((SLOTS, CLUSTER, tile, plan.gates), "float32")
-            mix_stage = T.alloc_shared((SLOTS, CLUSTER, plan.mixes), "float32")
-            mix_part = T.alloc_shared((SLOTS, CLUSTER, plan.mixes), "float32")
-            mixes = T.alloc_shared((2, COMB_WARPS, plan.mixes), "float32")
-            arrived = T.alloc_barrier([(CLUSTER - 1) * (2 if plan.comb else 1) + 1] * SLOTS)
+            gate_part = T.alloc_shared((SLOTS * CLUSTER * plan.commons * plan.token_pitch,), "float32")
+            mix_part = T.alloc_shared((SLOTS * CLUSTER * plan.mixes,), "float32")
+            logits = T.alloc_shared((32, hc * hc + 4), "float32")  # padded as `pitch` is
+            arrived = T.alloc_barrier([plan.warps] * SLOTS)
             w = T.alloc_local((plan.steps_held * plan.row_tiles * 4,), "float32")
             pairs = T.alloc_local((max(plan.steps_held * PARTS * plan.pairs * 4, 1),), "uint32")
             odd = T.alloc_local((plan.steps_held * 4,), "uint32")
             top = T.alloc_local((plan.steps_held * 2,), "uint32")
-            sums, weights, into = (gate_part, mix_part, arrived), (scale, base, weight), (post, layer_input, factor)
+            sums, weights, into = (gate_part, arrived), (scale, base, weight), (residual, post, layer_input, factor)
 
             # a peer may send here once every block has initialised its barriers and arrived
             T.cluster_arrive_relaxed()
@@ -62,18 +64,21 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
             share[3] = (share[1] - share[0]) % steps
             if tid >= plan.workers:
                 T.cluster_wait()
-                T.cluster_arrive_relaxed()
                 if plan.comb:
-                    warp = (tid - plan.workers) // 32
+                    lane = tid % 32
+                    own_token = T.alloc_local((1,), "int32")  # kept, as `share` is
                     # barrier 2 + s % 2: the sums of s - 2 have been read
-                    if warp == 0:
-                        for s in T.unroll(2):
-                            if s < steps:
-                                T.named_barrier_arrive(2 + s, plan.workers + 32)
-                    for turn in T.serial(T.ceildiv(steps - warp, COMB_WARPS)):
-                        s = turn * COMB_WARPS + warp
-                        t0, end = bounds(share, s)
-                        comb_step(plan, sums, mixes, warp, weights, comb, s, s + 2 < steps, rank, t0, end, tid % 32)
+                    for s in T.unroll(2):
+                        if s < steps:
+                            T.named_barrier_arrive(2 + s, plan.workers + 32)
+                    for s in T.serial(steps):
+                        own_logits(plan, sums, mix_part, logits, weights, s, s + 2 < steps, rank, lane)
+                        if s % plan.batch == plan.batch - 1 or s == steps - 1:
+                            # the step whose token a lane has
+                            of = s - s % plan.batch + lane // plan.owned
+                            first, end = bounds(share, of)
+                            own_token[0] = first + lane % plan.owned * CLUSTER + rank
+                            own_comb(plan, logits, comb, own_token[0], of <= s and own_token[0] < end, lane)
             else:
                 for s in T.unroll(2):
                     t0, end = bounds(share, s)
@@ -83,39 +88,24 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
                     t0, end = bounds(share, s)
                     if s < steps:
                         T.ptx_wait_group(1)
-                        T.fence_proxy_async()  # the engine that copies reads x
                         T.sync_threads(1, plan.workers)
                         dot_tile(plan, x_words, s % X_SLOTS, fn, w, pairs, odd, top, partial, end - t0, rank, tid)
-                        T.sync_threads(1, plan.workers)
-                        add_warps(plan, partial, gate_part, mix_stage, mix_part, s % SLOTS, end - t0, rank, tid)
-                        T.fence_proxy_async()
                         if plan.comb:
                             T.sync_threads(2 + s % 2, plan.workers + 32)
                         else:
                             T.sync_threads(1, plan.workers)
                         if s == 0:
                             T.cluster_wait()
-                        send_sums(plan, gate_part, mix_stage, mix_part, arrived, s % SLOTS, end - t0, rank, tid)
-                        if outputs == "all":
-                            store_residual(plan, x_tile, residual, s % X_SLOTS, rank, t0, end, tid)
+                        send_sums(plan, partial, gate_part, mix_part, arrived, s % SLOTS, end - t0, rank, tid)
                     if s > 0:
                         last_t0, last_end = bounds(share, s - 1)
                         finish_tile(
                             plan, has_norm, outputs, sums, x_tile, weights, into, s - 1, rank, last_t0, last_end, tid
                         )
-                    if outputs == "all":
-                        # the residual of s - 1 has been read
-                        if s < steps:
-                            T.tma_store_wait(1)
-                        else:
-                            T.tma_store_wait(0)
-                        T.sync_warp()
-                    # into the slot of s - 1, of which this warp has read the tokens that it overwrites
+                    # into the slot of s - 1, where this lane has read what it overwrites
                     next_t0, next_end = bounds(share, s + 2)
                     prefetch_x(plan, x, x_tile, (s + 2) % X_SLOTS, rank, next_t0, next_end, tid)
-                T.cluster_arrive_relaxed()
-            # a block outlives the copies that read its shared memory, and all have arrived when its peers say so
-            T.cluster_wait()
+            # every block has waited for all that was sent to it, so none has to outlive the others
 
     # a tensor type a parameter: TileLang names a buffer after its parameter
     def tensor(*shape, dtype="float32"):
@@ -172,11 +162,6 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
     return fused_kernel
 
 
-def shares_before(i, total, among):
-    """Where the `i`th of `among` equal shares of `total` begins."""
-    return i * (total // among) + T.min(i, total % among)
-
-
 def bounds(share, step):
     """Of the tokens of a step: the first, and the one after the last; nothing after the last step."""
     t0, t1 = (share[0] + s * share[2] + T.min(s, share[3]) for s in (step, step + 1))
@@ -192,40 +177,56 @@ def prefetch_x(plan, x, x_tile, slot, rank, t0, end, tid):
             for v in T.unroll(plan.vecs):
                 col = (v * 32 + tid % 32) * 8
                 if col < plan.cols:
-                    T.ptx_cp_async(
-                        T.access_ptr(x_tile[slot, t, col], "w", extent=8),
-                        T.access_ptr(x[T.cast(t0 + t, "int64"), rank * plan.cols + col], "r", extent=8),
-                        8,
-                    )
+                    copy_async(x_tile[slot, t, col], x[T.cast(t0 + t, "int64"), rank * plan.cols + col], 8)
     T.ptx_commit_group()
 
 
 @T.macro
-def send_sums(plan, gate_part, mix_stage, mix_part, arrived, slot, count, rank, tid):
-    """gate_part[slot, rank] goes to every other block, mix_stage[slot, peer] to mix_part[slot, rank] there."""
-    peer = tid // 32 % CLUSTER
-    if tid % 32 == 0 and peer != rank:
-        if tid // 32 < CLUSTER:
-            gates = (slot * CLUSTER + rank) * plan.tile * plan.gates
-            send((gate_part, gate_part), count * plan.gates, gates, gates, arrived[slot], peer)
-        if plan.comb and tid // 32 // CLUSTER == plan.warps // CLUSTER - 1:
-            mixes = T.ceildiv(T.ceildiv(count, CLUSTER) * plan.comb, 4) * 4
-            own, peers = (slot * CLUSTER + rank) * plan.mixes, (slot * CLUSTER + peer) * plan.mixes
-            send((mix_stage, mix_part), mixes, own, peers, arrived[slot], peer)
-    if tid == rank * 32:
-        T.mbarrier_arrive(arrived[slot])  # the block's own are in place
+def send_sums(plan, partial, gate_part, mix_part, arrived, slot, count, rank, tid):
+    """Add up the warps' shares and send the sums of `count` tokens, four values at a time.
+
+    gate_part [SLOTS, CLUSTER, commons, token_pitch] of every block takes four tokens of a row, mix_part [SLOTS,
+    CLUSTER, owned, comb_sent] four rows of a token that the block owns.
+    """
+    lane = tid % 32
+    gates = plan.commons - 1
+    common = plan.token_tiles * plan.commons * 8
+    in_warps = -(-common // 32) * 32  # the lanes of a warp exchange values
+    size = in_warps + plan.token_tiles * plan.comb_sent * 8
+    value = T.alloc_local((1,), "float32")
+    quad = T.alloc_local((4,), "float32")
+    for i in T.unroll(T.ceildiv(size, plan.workers), unroll_factor=1):  # unrolled, a tile of 24 would spill
+        q = i * plan.workers + tid
+        if q < in_warps:
+            c = T.min(q, common - 1)
+            m = c // 8 % plan.commons
+            # the last of the common rows is the squares'
+            add_warps(plan, partial, c // 8 // plan.commons, m + m // gates * (plan.rows - gates), c % 8, value)
+            gather_quad(value, quad, lane)
+            first = c // 8 // plan.commons * 8 + c % 8 // 4 * 4
+            if q < common and first < count:
+                at = ((slot * CLUSTER + rank) * plan.commons + m) * plan.token_pitch + first
+                for j in T.unroll(CLUSTER // 4):
+                    send_quad(quad, gate_part, at, arrived, slot, lane % 4 + j * 4, rank)
+        elif plan.comb:  # noqa: SIM102 (known to the compiler, unlike the next)
+            if q < size:
+                r = q - in_warps
+                h = r // 8 // plan.comb_sent
+                from_row = r // 32 % (plan.comb_sent // 4) * 4
+                owner = r // 4 % 8
+                add_warps(plan, partial, h, T.min(gates + from_row + lane % 4, plan.rows - 1), owner, value)
+                gather_quad(value, quad, lane)
+                if lane % 4 == 0 and h * 8 + owner < count:
+                    at_owner = ((slot * CLUSTER + rank) * plan.owned + h) * plan.comb_sent + from_row
+                    send_quad(quad, mix_part, at_owner, arrived, slot, owner, rank)
+    # of the tokens, the block owns (count + 7 - rank) // 8
+    quads = plan.commons * T.ceildiv(count, 4) + (count + CLUSTER - 1 - rank) // CLUSTER * (plan.comb_sent // 4)
+    arrive(arrived, slot, tid // 32 == 0, (CLUSTER - 1) * quads * 16, lane)
 
 
 @T.macro
-def store_residual(plan, x_tile, residual, slot, rank, t0, end, tid):
-    """residual[:, j] = x, by the engine that copies; the warp that loaded a token sends it off, a lane a stream."""
-    stream = tid % 32
-    for i in T.unroll(plan.rounds):
-        t = i * plan.warps + tid // 32
-        if t0 + t < end and stream < plan.config.hc_mult:
-            store_bulk(
-                T.access_ptr(residual[T.cast(t0 + t, "int64"), stream, rank * plan.cols], "w", extent=plan.cols),
-                T.access_ptr(x_tile[slot, t, 0], "r", extent=plan.cols),
-                plan.cols * 2,
-            )
-    T.tma_store_arrive()
+def add_warps(plan, partial, h, m, t, value):
+    """value = the sum of partial[:, h, m, t], in the order of the warps."""
+    value[0] = partial[0, h, m, t]
+    for g in T.unroll(plan.warps - 1):
+        value[0] += partial[g + 1, h, m, t]

@@ -3,19 +3,20 @@
 import tilelang.language as T
 
 from mhc.kernels.parts import CLUSTER, sigmoid
-from mhc.kernels.sinkhorn import balance
+from mhc.kernels.sinkhorn import balance, sinkhorn
 from mhc.kernels.split import SLOTS, X_SLOTS
 
 
 @T.macro
 def finish_tile(plan, has_norm, outputs, sums, x_tile, weights, into, step, rank, t0, end, tid):
-    """post and layer_input (or factor) of a tile once its sums are there; a warp a token, which every block gates."""
-    gate_part, _, arrived = sums
+    """All of a tile but comb, once its sums are there; a warp a token, which every block gates."""
+    gate_part, arrived = sums
     scale, base, weight = weights
-    post, layer_input, factor = into
+    residual, post, layer_input, factor = into
     lane = tid % 32
     hc = plan.config.hc_mult
     slot = step % SLOTS
+    token = T.alloc_local((1,), "int32")  # kept, or every address would add it up anew
     bias = T.alloc_local((1,), "float32")
     factor_of = T.alloc_local((1,), "float32")
     total = T.alloc_local((1,), "float32")
@@ -34,16 +35,17 @@ def finish_tile(plan, has_norm, outputs, sums, x_tile, weights, into, step, rank
     T.mbarrier_wait_parity(arrived[slot], step // SLOTS % 2)
     for i in T.unroll(plan.rounds):
         t = i * plan.warps + tid // 32
-        if t0 + t < end:
+        token[0] = t0 + t
+        if token[0] < end:
             total[0] = 0.0
             if lane <= 2 * hc:
                 for b in T.unroll(CLUSTER):
-                    total[0] += gate_part[slot, b, t, lane]
+                    total[0] += gate_part[((slot * CLUSTER + b) * plan.commons + lane) * plan.token_pitch + t]
             # m *= rsqrt(mean(x^2) + rms_eps)
             mean_square = T.shfl_sync(total[0], 2 * hc) / plan.config.hidden_size
             total[0] = sigmoid(total[0] * T.rsqrt(mean_square + plan.config.rms_eps) * factor_of[0] + bias[0])
             if t % CLUSTER == rank and lane >= hc and lane < 2 * hc:
-                post[t0 + t, lane - hc] = plan.config.post_mult * total[0]
+                post[token[0], lane - hc] = plan.config.post_mult * total[0]
             # P = sum_j pre_j;  mean((P * x)^2) = P^2 * mean(x^2)
             total[0] = total[0] + plan.config.pre_eps
             p[0] = 0.0
@@ -52,16 +54,20 @@ def finish_tile(plan, has_norm, outputs, sums, x_tile, weights, into, step, rank
             rstd = T.rsqrt(p[0] * p[0] * mean_square + plan.config.norm_eps)
             if outputs == "table":
                 if t % CLUSTER == rank and lane < 2:
-                    factor[t0 + t, lane] = T.if_then_else(lane == 0, p[0], rstd)
+                    factor[token[0], lane] = T.if_then_else(lane == 0, p[0], rstd)
             else:
                 for v in T.unroll(plan.vecs):
                     col = (v * 32 + lane) * 8
                     if col < plan.cols:
                         for e in T.vectorized(8):
                             xb[e] = x_tile[step % X_SLOTS, t, col + e]
+                        if outputs == "all":
+                            for j in T.unroll(hc):
+                                for e in T.vectorized(8):
+                                    residual[T.cast(token[0], "int64"), j, rank * plan.cols + col + e] = xb[e]
                         scale_row(has_norm, xb, wb, v * 8, p[0], rstd)
                         for e in T.vectorized(8):
-                            layer_input[t0 + t, rank * plan.cols + col + e] = xb[e]
+                            layer_input[token[0], rank * plan.cols + col + e] = xb[e]
 
 
 @T.macro
@@ -95,60 +101,70 @@ def norm_row(xb, wb, w_at, rstd):
 
 
 @T.macro
-def comb_step(plan, sums, mixes, warp, weights, comb, step, awaited, rank, t0, end, lane):
-    """comb = sinkhorn(m * scale[2] + base) of the tokens of a tile that this block owns, by one warp: a lane a token.
+def own_logits(plan, sums, mix_part, logits, weights, step, awaited, rank, lane):
+    """logits[token, :] of the tokens of a tile that this block owns, by one warp: a lane an element.
 
-    mixes[:, warp] [2, owned * hc^2] are this warp's, logits and their exponentials; `awaited` says whether anyone waits
-    to overwrite the sums.
+    Their exponentials, where a row of comb is a power of two and so in reach of butterflies. `awaited` says whether
+    anyone waits to overwrite the sums.
     """
-    gate_part, mix_part, arrived = sums
+    gate_part, arrived = sums
     scale, base, _ = weights
     hc = plan.config.hc_mult
     slot = step % SLOTS
-    rounds = -(-plan.owned * plan.comb // 32)
-    c = T.alloc_local((hc * hc,), "float32")
-    row = T.alloc_local((hc,), "float32")
-    bias = T.alloc_local((rounds,), "float32")
+    size = plan.owned * plan.comb
+    bias = T.alloc_local((-(-size // 32),), "float32")
     factor = T.alloc_local((1,), "float32")
     total = T.alloc_local((1,), "float32")
+    top = T.alloc_local((1,), "float32")
     square = T.alloc_local((1,), "float32")
     factor[0] = scale[2]
-    for i in T.unroll(rounds):
+    for i in T.unroll(T.ceildiv(size, 32)):
         bias[i] = base[2 * hc + (i * 32 + lane) % plan.comb]
     T.mbarrier_wait_parity(arrived[slot], step // SLOTS % 2)
-    # an element of comb a lane
-    for i in T.unroll(rounds):
-        q = i * 32 + lane
-        t = q // plan.comb * CLUSTER + rank
-        if t0 + t < end:
-            total[0] = 0.0
-            square[0] = 0.0
-            for b in T.unroll(CLUSTER):
-                square[0] += gate_part[slot, b, t, 2 * hc]
-                total[0] += mix_part[slot, b, q]
-            # m *= rsqrt(mean(x^2) + rms_eps)
-            rstd = T.rsqrt(square[0] / plan.config.hidden_size + plan.config.rms_eps)
-            mixes[0, warp, q] = total[0] * rstd * factor[0] + bias[i]
+    # of all that a full tile would have: what there is no token for is never read
+    for i in T.unroll(T.ceildiv(size, 32)):
+        q = T.min(i * 32 + lane, size - 1)
+        token = q // plan.comb
+        total[0] = 0.0
+        square[0] = 0.0
+        for b in T.unroll(CLUSTER):
+            at = ((slot * CLUSTER + b) * plan.commons + 2 * hc) * plan.token_pitch
+            square[0] += gate_part[at + token * CLUSTER + rank]
+            total[0] += mix_part[((slot * CLUSTER + b) * plan.owned + token) * plan.comb_sent + q % plan.comb]
+        # m *= rsqrt(mean(x^2) + rms_eps)
+        rstd = T.rsqrt(square[0] / plan.config.hidden_size + plan.config.rms_eps)
+        total[0] = total[0] * rstd * factor[0] + bias[i]
+        if in_reach(hc):
+            top[0] = total[0]
+            for k in T.unroll(hc.bit_length() - 1):
+                top[0] = T.max(top[0], T.shfl_xor(top[0], 1 << k))
+            total[0] = T.exp(total[0] - top[0])
+        if i * 32 + lane < size:
+            logits[step % plan.batch * plan.owned + token, q % plan.comb] = total[0]
+    T.sync_warp()
     if awaited:
         T.named_barrier_arrive(2 + step % 2, plan.workers + 32)
-    T.sync_warp()
-    for i in T.unroll(rounds):
-        q = i * 32 + lane
-        if t0 + q // plan.comb * CLUSTER + rank < end:
-            for e in T.vectorized(hc) if hc in (2, 4) else T.unroll(hc):
-                row[e] = mixes[0, warp, q // hc * hc + e]
-            total[0] = row[0]
-            for e in T.unroll(hc - 1):
-                total[0] = T.max(total[0], row[e + 1])
-            mixes[1, warp, q] = T.exp(mixes[0, warp, q] - total[0])
-    T.sync_warp()
-    t = lane * CLUSTER + rank
-    if t0 + t < end:
+
+
+def in_reach(hc):
+    """Whether a row of comb is a power of two."""
+    return hc in (2, 4, 8)
+
+
+@T.macro
+def own_comb(plan, logits, comb, t, known, lane):
+    """comb[t] = sinkhorn(logits[lane]) where `known`: a lane a token, by one warp."""
+    hc = plan.config.hc_mult
+    c = T.alloc_local((hc * hc,), "float32")
+    if known:
         for i in T.unroll(hc):
             for e in T.vectorized(hc) if hc in (2, 4) else T.unroll(hc):
-                c[i * hc + e] = mixes[1, warp, lane * plan.comb + i * hc + e]
-        balance(plan, c)
+                c[i * hc + e] = logits[lane, i * hc + e]
+        if in_reach(hc):
+            balance(plan, c)
+        else:
+            sinkhorn(plan, c)
         for i in T.unroll(hc):
             for j in T.vectorized(hc) if hc % 2 == 0 else T.unroll(hc):
-                comb[t0 + t, i * hc + j] = c[i * hc + j]
-    T.sync_warp()  # the next arrival is a whole warp's
+                comb[t, i * hc + j] = c[i * hc + j]
+    T.sync_warp()  # the logits are overwritten next

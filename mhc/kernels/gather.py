@@ -22,13 +22,17 @@ def gather(config: MHCConfig, has_norm: bool, collapsed: bool, id_dtype: str):
     hidden, hc = config.hidden_size, config.hc_mult
     copies = 1 if collapsed else hc
     threads = 128
+    shares = -(-hidden // (threads * 8))  # blocks a token, 8 columns a thread
     tokens, vocab = T.dynamic("tokens"), T.dynamic("vocab")
 
     @T.macro
     def body(ids, embedding, table_post, table_comb, table_factor, weight, residual, post, comb, layer_input):
-        with T.Kernel(tokens, T.ceildiv(hidden, threads * 8), threads=threads) as (token, block):
+        # blocks of one token are adjacent: what is written at a time lies together
+        with T.Kernel(tokens * shares, threads=threads) as block:
             tid = T.get_thread_binding()
-            col = (block * threads + tid) * 8
+            token = T.cast(block // shares, "int64")  # or a row's offset would leave 32 bits
+            share = block % shares
+            col = (share * threads + tid) * 8
             xb = T.alloc_local((8,), "bfloat16")
             wb = T.alloc_local((8,), "bfloat16")
             factor = T.alloc_local((2,), "float32")
@@ -56,10 +60,10 @@ def gather(config: MHCConfig, has_norm: bool, collapsed: bool, id_dtype: str):
                 scale_row(has_norm, xb, wb, 0, factor[0], factor[1])
                 for e in T.vectorized(8):
                     layer_input[token, col + e] = xb[e]
-            if block == 0 and tid < hc:
+            if share == 0 and tid < hc:
                 post[token, tid] = T.if_then_else(known, table_post[row, tid], float("nan"))
             if not collapsed:  # noqa: SIM102 (known to the compiler, unlike the next)
-                if block == 0 and tid < hc * hc:
+                if share == 0 and tid < hc * hc:
                     comb[token, tid] = T.if_then_else(known, table_comb[row, tid], float("nan"))
 
     # a tensor type a parameter: TileLang names a buffer after its parameter

@@ -5,10 +5,10 @@ memory, dots it with its slice of `fn`, and sends the partial sums to its peers 
 launch, no workspace, and a summation order that depends on H alone, so that a row's result is bitwise the same at every
 T and in every variant.
 
-`fused` and `quad` take from here only `CLUSTER`, `send`, `store_bulk` and `sigmoid`: their tiles overlap, so `split`,
-`gates`, `quad_dot` and `quad_finish` have stages of their own. In `streams` eight warps work on the tile and a ninth
-computes comb, so that Sinkhorn runs beside the stores of its own tile and the loads and dots of the next. `two_launch`
-has the slices and their order of summation, without clusters.
+That is `streams`: eight warps work on the tile and a ninth computes comb, so that Sinkhorn runs beside the stores of
+its own tile and the loads and dots of the next. `two_launch` has the slices and their order of summation, without
+clusters. `fused` and `quad` overlap their tiles and have stages of their own; they and `gather` take from here only
+what needs no `Plan`. Every kernel is compiled with `PASS_CONFIGS`.
 
 Letters: S = H / 8 columns a block; M mixing rows, here any of pre, post and comb; one more row sums the squares.
 """
@@ -109,6 +109,16 @@ def flat(config: MHCConfig, tokens, post, comb):
     """
     hc = config.hc_mult
     return T.reshape(post, (tokens, hc)), T.reshape(comb, (tokens, hc * hc))
+
+
+def shares_before(i, total, among):
+    """Where the `i`th of `among` equal shares of `total` begins."""
+    return i * (total // among) + T.min(i, total % among)
+
+
+def copy_async(dst, src, count):
+    """Start to copy `count` elements from global to shared memory, 4 to 16 bytes."""
+    return T.ptx_cp_async(T.access_ptr(dst, "w", extent=count), T.access_ptr(src, "r", extent=count), count)
 
 
 @T.macro

@@ -8,9 +8,7 @@ shared memory: the post map replaces them in place, lane by lane, and the same r
 import tilelang.language as T
 
 from mhc.config import MHCConfig
-from mhc.kernels.fill import copy_async
-from mhc.kernels.fused import shares_before
-from mhc.kernels.parts import flat, send, store_bulk
+from mhc.kernels.parts import copy_async, flat, send, shares_before, store_bulk
 from mhc.kernels.quad_dot import CLUSTER, STREAMS, THREADS, WARPS, Quad, add_warps, cut_fn, dot_tile, load_fn
 from mhc.kernels.quad_finish import BATCH, bounds, finish_tile, own_comb, own_step
 from mhc.kernels.split import PARTS, SLOTS, X_SLOTS

@@ -15,7 +15,6 @@ from mhc.kernels.parts import CLUSTER
 PARTS = 3  # 8 bits each: a float's 24
 SLOTS = 4  # of exchanged sums
 X_SLOTS = 3  # tiles of x: one being projected, the one before, the one after
-COMB_WARPS = 2  # take the tiles in turn, since a Sinkhorn may outlast a tile
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,9 @@ class Slices:
         return self.warps * 32
 
     @property
-    def comb_warps(self) -> int:
-        return COMB_WARPS if self.comb else 0
-
-    @property
     def threads(self) -> int:
-        return self.workers + self.comb_warps * 32
+        """The workers, and a warp that computes comb."""
+        return self.workers + (32 if self.comb else 0)
 
     @property
     def rounds(self) -> int:
@@ -115,9 +111,19 @@ class Slices:
         return self.rows - 2 * self.config.hc_mult
 
     @property
-    def gates(self) -> int:
-        """Floats a token that every block needs: pre, post, the sum of squares, padding for the copy engine."""
-        return -(-(2 * self.config.hc_mult + 1) // 4) * 4
+    def commons(self) -> int:
+        """Sums a token that every block needs: pre, post, the squares."""
+        return 2 * self.config.hc_mult + 1
+
+    @property
+    def token_pitch(self) -> int:
+        """Floats between two such sums of a token: a multiple of 4, padded as `pitch` is."""
+        return self.token_tiles * 8 + 4
+
+    @property
+    def comb_sent(self) -> int:
+        """`comb`, filled up to a multiple of 4."""
+        return -(-self.comb // 4) * 4
 
     @property
     def owned(self) -> int:
@@ -126,8 +132,13 @@ class Slices:
 
     @property
     def mixes(self) -> int:
-        """Floats that a block needs for them, padded likewise; a minimum where there is no comb."""
-        return max(-(-self.owned * self.comb // 4) * 4, 4)
+        """Sums that a block needs for them; a minimum where there is no comb."""
+        return max(self.owned * self.comb_sent, 4)
+
+    @property
+    def batch(self) -> int:
+        """Steps whose comb is computed at once, a lane a token."""
+        return 32 // self.owned
 
 
 @T.macro
@@ -269,32 +280,3 @@ def multiply(a, a_at, b, b_at, acc):
     T.ptx_mma(
         "float32", "m16n8k16", "row", "col", "bf16", "bf16", "fp32", a.data, a_at, b.data, b_at, acc.data, 0, False
     )
-
-
-@T.macro
-def add_warps(plan, partial, gate_part, mix_stage, mix_part, slot, count, rank, tid):
-    """Sums over all warps: of pre, post and squares to gate_part[slot, rank, t], of comb to where its owner's are sent.
-
-    Those are at mix_stage[slot, owner], the block's own at mix_part[slot, rank].
-    """
-    gates = 2 * plan.config.hc_mult
-    value = T.alloc_local((1,), "float32")
-    for i in T.unroll(T.ceildiv(plan.token_tiles * plan.sums * 8, plan.workers)):
-        q = i * plan.workers + tid
-        h = q // (plan.sums * 8)
-        m = q // 8 % plan.sums
-        t = h * 8 + q % 8
-        if t < count:
-            value[0] = partial[0, h, m, q % 8]
-            for g in T.unroll(plan.warps - 1):
-                value[0] += partial[g + 1, h, m, q % 8]
-            if m < gates:
-                gate_part[slot, rank, t, m] = value[0]
-            elif m == plan.rows:
-                gate_part[slot, rank, t, gates] = value[0]
-            elif plan.comb:
-                at = t // CLUSTER * plan.comb + m - gates
-                if t % CLUSTER == rank:
-                    mix_part[slot, rank, at] = value[0]
-                else:
-                    mix_stage[slot, t % CLUSTER, at] = value[0]

@@ -270,7 +270,6 @@ struct alignas(8) Barrier {
 
 // ---- what the kernels add in CUDA ----
 
-static inline void mhc_prefetch(const void*, unsigned) {}
 template <class B>
 static inline void mhc_send(float a, float b, float c, float d, const void* to, B& barrier, int rank) {
   emu::async_store({a, b, c, d}, to, rank, &barrier);

@@ -64,7 +64,8 @@ class Victim:
 
 
 VICTIMS = (
-    Victim("pre_broadcast-fused", 64, 11, BARRIER, 1),
+    # a cluster's first meeting, of workers and of comb's warp; twice one warp's lanes, which its shuffles order here
+    Victim("pre_broadcast-fused", 64, 11, BARRIER, 4),
     # one that holds the compiler back, one that only more steps than a batch would need
     Victim("post_pre", 512, 47, BARRIER, 2),
 )

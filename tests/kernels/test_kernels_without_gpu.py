@@ -132,9 +132,18 @@ def test_a_cluster_takes_many_tiles(case: Case, on_emulator: EmulatedLaunch) -> 
             assert torch.equal(bits(a), bits(b)), f"order {on_emulator.seed}"
 
 
-def test_comb_of_more_steps_than_a_batch(on_emulator: EmulatedLaunch) -> None:
-    op = next(op for op in OPS if op.name == "post_pre")
-    p = problem(MHCConfig(SMALL_QUAD), FEWEST["quad"] * BATCH + 3)
+@pytest.mark.parametrize(
+    ("name", "hidden", "hc", "tokens"),
+    [
+        ("post_pre", SMALL_QUAD, 4, FEWEST["quad"] * BATCH + 3),
+        *(("pre_broadcast-fused", SMALL, hc, 2 * 32 + 3) for hc in range(2, 9)),
+    ],
+)
+def test_comb_of_more_steps_than_a_batch(
+    name: str, hidden: int, hc: int, tokens: int, on_emulator: EmulatedLaunch
+) -> None:
+    op = next(op for op in OPS if op.name == name)
+    p = problem(MHCConfig(hidden, hc), tokens)
     plenty = op.call(p)
     with one_cluster():
         got = op.call(p)
