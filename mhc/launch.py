@@ -32,7 +32,7 @@ class Variant(NamedTuple):
 
 
 # a larger tile is more code, which costs a single token half a microsecond
-ONE_STREAM = (Variant(120, 8, 15), Variant(240, 16, 15), Variant(float("inf"), 32, 15))
+ONE_STREAM = (Variant(120, 8, 15), Variant(float("inf"), 16, 15))
 MANY_STREAMS = (
     Variant(15, 1, 15),
     Variant(30, 2, 15),
