@@ -31,7 +31,7 @@ class Variant(NamedTuple):
     clusters: int
 
 
-# a larger tile is more code, which costs a single token half a microsecond
+# a larger tile is more code, which costs a single token time; one of 32 gained nothing at any T but 256
 ONE_STREAM = (Variant(120, 8, 15), Variant(float("inf"), 16, 15))
 MANY_STREAMS = (
     Variant(15, 1, 15),
@@ -57,11 +57,9 @@ def one_stream(config: MHCConfig, tokens: int) -> Variant:
         per_token = 6 * (cols + 16) + 4 * warps * (rows + 1) + 128 * (2 * hc + 1) + 64 * -(-(hc**2) // 4)
         return tile * per_token + 512 * (2 * hc + 1) + 128 * (hc**2 + 4)
 
-    most = next((tile for tile in (32, 24, 16, 8, 4, 2, 1) if shared_bytes(max(tile, 8)) <= 231_000), 0)
+    most = next((tile for tile in (16, 8, 4, 2, 1) if shared_bytes(max(tile, 8)) <= 231_000), 0)
     if not most:
         raise ValueError(f"hidden_size must leave room for a tile in shared memory, got {config.hidden_size}")
-    if cols > 256 and cols % 16:
-        most = min(most, 16)  # rows that end within a step of 16 columns would spill
     return _pick(ONE_STREAM, tokens, most)
 
 

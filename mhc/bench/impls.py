@@ -170,14 +170,14 @@ def _post_pre_call(impl: str, inputs: Inputs, b: Buffers) -> Callable[[], Any]:
 
 def _pair_call(impl: str, inputs: Inputs, b: Buffers) -> Callable[[], Any]:
     config, w = inputs.config, b.next
-    first = _first_call(impl, inputs, b)
+    first, output = _first_call(impl, inputs, b), b.output  # drawn now: a graph's capture may not draw
     if impl.startswith("vllm_"):
         second = peers.vllm_post_pre(w, config)
-        return lambda: second(b.output, *first()[:3])
+        return lambda: second(output, *first()[:3])
     next_weights = (w.fn, w.scale, w.base, w.norm_weight, config)
     # collapsed: the residual is x [T, H] and there is no comb
     post_pre: Any = mhc.post_pre
-    return lambda: post_pre(b.output, *first()[:3], *next_weights)
+    return lambda: post_pre(output, *first()[:3], *next_weights)
 
 
 CALLS = {"first_pre": _first_call, "post_pre": _post_pre_call, "first_pre_then_post_pre": _pair_call}

@@ -54,6 +54,7 @@ class GraphTimer:
                 calls[0]()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
+        self._calls = calls  # what they read must outlive the graph
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         if repeats is None and len(calls) == 1:
             self._capture(calls, MIN_CALLS)

@@ -3,13 +3,15 @@
 import argparse
 import io
 import json
+import weakref
+from unittest import mock
 
 import pytest
 import torch
 
 from mhc import MHCConfig
 from mhc.bench import executor, floor, hardware, impls, latency, records, summary, timing
-from mhc.bench.inputs import Inputs
+from mhc.bench.inputs import Buffers, Inputs
 from mhc.bench.work import IMPLS, OPS
 
 
@@ -177,6 +179,20 @@ def test_implementations_agree_with_fp64_before_they_are_timed(small, op, impl):
     calls, error = impls.prepare(small, op, impl, tokens=14, sets=3)
     assert len(calls) == 3
     assert 0 < error < 1e-5
+    with mock.patch.object(Buffers, "_randn", side_effect=AssertionError("drawn while a graph is captured")):
+        for call in calls:
+            call()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_graph_keeps_what_its_calls_read():
+    x = torch.ones(8, device="cuda")
+    kept = weakref.ref(x)
+    timer = timing.GraphTimer([lambda x=x: x.sum()])
+    del x
+    assert kept() is not None
+    assert min(timer.sample(1)) > 0
 
 
 def test_noise_rows_take_whole_blocks(small):
