@@ -44,13 +44,20 @@ def save_weights(folder: Path, name: str, module: nn.Module) -> Path:
     return path
 
 
-def load_pair(folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.bfloat16) -> Pair:
+def load_pair(
+    folder: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    with_draft: bool = True,
+) -> Pair:
     """Read a trained pair for inference.
 
     Args:
         folder: holds the card, the tokenizer, `target.safetensors` and, once trained, `draft.safetensors`.
         device: where to.
         dtype: bf16, or fp32 / fp64 for exactness checks (mHC weights stay fp32).
+        with_draft: False leaves the draft out, whether or not there is one.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -62,7 +69,7 @@ def load_pair(folder: str | Path, device: str | torch.device = "cpu", dtype: tor
     config = config_of(card)
     target = _load(Target(config), folder, "target", card)
     draft = None
-    if "draft" in card["sha256"]:
+    if with_draft and "draft" in card["sha256"]:
         draft = _load(DSparkDraft(config), folder, "draft", card)
     for module in (target, draft):
         if module is not None:

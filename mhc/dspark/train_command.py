@@ -110,9 +110,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, steps: int, minutes: float, lr: float, weight_decay: float) -> Plan:
     return Plan(
-        steps=args.steps or steps,
-        minutes=args.minutes or minutes,
-        lr=args.lr or lr,
+        steps=_given(args.steps, steps),
+        minutes=_given(args.minutes, minutes),
+        lr=_given(args.lr, lr),
         weight_decay=weight_decay,
         checkpoint_every=args.checkpoint_every,
         seed=args.seed,
@@ -164,8 +164,16 @@ def _sharpen(
     frozen = copy.deepcopy(target)
     to_inference(frozen, _inference_dtype(args.device))
     before = sha256((args.work / "target.pt").read_bytes())
-    train_samples, dev_samples = _answers(
-        args, "sharpening", before, frozen, tokenizer, train_problems, dev_problems, args.rounds or 3, temperature=0.0
+    train_samples, dev_samples, checkpoint = _answers(
+        args,
+        "sharpening",
+        before,
+        frozen,
+        tokenizer,
+        train_problems,
+        dev_problems,
+        _given(args.rounds, 3),
+        temperature=0.0,
     )
     ended = [sample for sample in train_samples if sample.ids[-1] == EOS_ID]
     if len(ended) < args.batch_size:
@@ -174,7 +182,6 @@ def _sharpen(
             "sharpening (--sharpen-steps 0)"
         )
     held_out = {"own": dev_samples, "answer": encode(tokenizer, dev_problems)}
-    checkpoint = args.work / "sharpening.pt"
     return fit("sharpening", target, ended, held_out, plan, args.batch_size, checkpoint, args.device, eager=args.eager)
 
 
@@ -188,8 +195,12 @@ def _answers(
     dev_problems: list[Problem],
     rounds: int,
     temperature: float,
-) -> tuple[list[Sample], list[Sample]]:
-    """The target's answers to train and to held-out questions, made once for the target with this digest."""
+) -> tuple[list[Sample], list[Sample], Path]:
+    """The target's answers to train and to held-out questions, made once for the target with this digest.
+
+    Returns:
+        Both, and the checkpoint of what is trained on them: other answers never resume it.
+    """
     from mhc.dspark import generations
 
     key = f"{digest}/{args.seed}/{rounds}/{len(train_problems)}/{len(dev_problems)}"
@@ -204,7 +215,13 @@ def _answers(
         assert samples is not None
     # a question is held out with all its rounds
     train_samples = [sample for i, sample in enumerate(samples) if i % len(asked) < len(train_problems)]
-    return train_samples, samples[len(train_problems) : len(asked)]
+    checkpoint = args.work / f"{name}-{sha256(key.encode())[:12]}.pt"
+    return train_samples, samples[len(train_problems) : len(asked)], checkpoint
+
+
+def _given(value: Any, default: Any) -> Any:
+    """An option, or its default where it was left out: 0 is refused later, not replaced."""
+    return default if value is None else value
 
 
 def _inference_dtype(device: str) -> torch.dtype:
@@ -214,10 +231,10 @@ def _inference_dtype(device: str) -> torch.dtype:
 def _draft(args: argparse.Namespace, train_problems: list[Problem], dev_problems: list[Problem]) -> None:
     from mhc.dspark.train_draft import train_draft
 
-    pair = load_pair(args.out, args.device, _inference_dtype(args.device))
-    digest, rounds = read_card(args.out)["sha256"]["target"], args.rounds or 4
-    train_samples, dev_samples = _answers(
-        args, "generations", digest, pair.target, pair.tokenizer, train_problems, dev_problems, rounds, temperature=1.0
+    pair = load_pair(args.out, args.device, _inference_dtype(args.device), with_draft=False)
+    digest, rounds = read_card(args.out)["sha256"]["target"], _given(args.rounds, 4)
+    train_samples, dev_samples, checkpoint = _answers(
+        args, "draft", digest, pair.target, pair.tokenizer, train_problems, dev_problems, rounds, temperature=1.0
     )
     plan = _plan(args, steps=9000, minutes=6.0, lr=1e-3, weight_decay=0.0)
     draft, state = train_draft(
@@ -227,7 +244,7 @@ def _draft(args: argparse.Namespace, train_problems: list[Problem], dev_problems
         plan,
         args.batch_size,
         args.anchors,
-        args.work / "draft.pt",
+        checkpoint,
         args.device,
         eager=args.eager,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -224,9 +225,16 @@ def test_commands_end_to_end(gsm8k_folder: Path, monkeypatch: pytest.MonkeyPatch
     assert card["training"]["target"]["train_questions"] == 36
     assert {"target", "draft", "tokenizer"} == card["sha256"].keys()
     assert main(["train", "draft", *common]) == 1  # nothing is overwritten
+    # what was trained on other answers is never resumed
+    (first,) = out.with_name("pair-work").glob("draft-*.pt")
+    again = ["--out", str(gsm8k_folder / "again"), "--work", str(out.with_name("pair-work")), "--rounds", "2"]
+    shutil.copytree(out, gsm8k_folder / "again")
+    (gsm8k_folder / "again" / "draft.safetensors").unlink()
+    assert main(["train", "draft", *common, "--anchors", "4", *again]) == 0
+    assert len(set(out.with_name("pair-work").glob("draft-*.pt")) - {first}) == 1
 
     # a test question appears nowhere in what was trained on
-    text = (out.with_name("pair-work") / "generations.json").read_text()
+    text = (out.with_name("pair-work") / "draft.json").read_text()
     assert json.loads(text)["samples"]
     pair = load_pair(out)
     trained = {tuple(ids[:length]) for ids, length in json.loads(text)["samples"]}
@@ -270,6 +278,9 @@ def test_a_target_that_never_ends_an_answer_is_not_sharpened(
     ]
     assert main(["train", "target", *asked, "--batch-size", "4", "--steps", "1", "--rounds", "1"]) == 1
     assert "only 0 of 36 greedy answers end" in capsys.readouterr().err
+    for option, refused in (("--rounds", "rounds must be at least 1, got 0"), ("--steps", "must be positive, got 0")):
+        assert main(["train", "target", *asked, "--batch-size", "4", "--steps", "1", option, "0"]) == 1
+        assert refused in capsys.readouterr().err
 
 
 def test_an_unknown_commit_is_an_error_before_the_training(
