@@ -6,6 +6,7 @@ import re
 import subprocess
 import tomllib
 from functools import cache
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,17 @@ def test_constraints_pin_what_the_cpu_setup_asks_for():
             assert requirement.specifier.contains(spec.version), f"{requirement} does not admit {pin}"
     assert (str(pins["torch"]), str(pins["tilelang"])) == ("==2.13.0", "==0.1.12")
     assert "vllm" not in pins
+
+
+def test_pins_admit_the_oldest_python():
+    (oldest,) = [spec.version for spec in SpecifierSet(PYPROJECT["requires-python"]) if spec.operator == ">="]
+    asked = {
+        dist.metadata["Name"].lower().replace("_", "-"): dist.metadata["Requires-Python"] for dist in distributions()
+    }
+    pinned = {pin.name.lower().replace("_", "-") for pin in CONSTRAINTS}
+    refusing = {n: asked[n] for n in pinned & asked.keys() if asked[n] and not SpecifierSet(asked[n]).contains(oldest)}
+    assert refusing == {}
+    assert len(pinned & asked.keys()) > 100
 
 
 def test_readme_picture_is_what_the_code_draws():
