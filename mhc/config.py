@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 HC_MULT_RANGE = range(2, 9)
+LEAST_SINKHORN_EPS = 1e-15  # a kernel's divisors are no smaller, and fp32 holds the product of two
 HIDDEN_MULTIPLE = 64
 
 
@@ -57,6 +59,8 @@ class MHCConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be finite and >= 0, got {value}")
+        if self.sinkhorn_eps < LEAST_SINKHORN_EPS:
+            raise ValueError(f"sinkhorn_eps must be at least {LEAST_SINKHORN_EPS}, got {self.sinkhorn_eps}")
         if not (math.isfinite(self.post_mult) and self.post_mult > 0):
             raise ValueError(f"post_mult must be finite and > 0, got {self.post_mult}")
 
@@ -65,6 +69,11 @@ class MHCConfig:
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
+
+    @functools.cached_property
+    def shared(self) -> MHCConfig:
+        """The same object for all equal configs: a look-up then compares no fields, which takes Python."""
+        return _SHARED.setdefault(self, self)
 
     @property
     def mix_rows(self) -> int:
@@ -108,3 +117,6 @@ class MHCConfig:
         """The inverse of `constants`."""
         hc_mult, iters, *rest = constants
         return cls(hidden_size, int(hc_mult), int(iters), *rest)
+
+
+_SHARED: dict[MHCConfig, MHCConfig] = {}

@@ -31,8 +31,9 @@ class Variant(NamedTuple):
     clusters: int
 
 
-# a larger tile is more code, which costs a single token time; one of 32 gained nothing at any T but 256
-ONE_STREAM = (Variant(120, 8, 15), Variant(float("inf"), 16, 15))
+# a larger tile is more code, which costs a single token time; one of 32 gained nothing at any T but 256. Fewer clusters
+# that ask for the same weights at the same time are served sooner.
+ONE_STREAM = (Variant(64, 8, 8), Variant(120, 8, 15), Variant(float("inf"), 16, 15))
 MANY_STREAMS = (
     Variant(15, 1, 15),
     Variant(30, 2, 15),
@@ -40,13 +41,10 @@ MANY_STREAMS = (
     Variant(120, 8, 15),
     Variant(float("inf"), 16, 15),
 )
-# of 16 blocks a cluster
-FOUR_STREAMS = (Variant(56, 8, 7), Variant(float("inf"), 16, 7))
+FOUR_STREAMS = (Variant(32, 8, 4), Variant(float("inf"), 8, 7))  # of 16 blocks; other tiles `quad` has not
 PROJECT_TILE = 4
-PICKS_KEPT = 16384  # of (config, T): a pick costs a microsecond
 
 
-@functools.lru_cache(PICKS_KEPT)
 def one_stream(config: MHCConfig, tokens: int) -> Variant:
     """The variant of a kernel on embeddings; shared memory holds fewer tokens of wide rows or many streams."""
     hc, rows, cols = config.hc_mult, config.mix_rows, config.hidden_size // 8
@@ -63,7 +61,6 @@ def one_stream(config: MHCConfig, tokens: int) -> Variant:
     return _pick(ONE_STREAM, tokens, most)
 
 
-@functools.lru_cache(PICKS_KEPT)
 def many_streams(config: MHCConfig, tokens: int) -> Variant:
     """The variant of `streams`; shared memory holds fewer tokens of wide streams."""
     hc, rows, cols = config.hc_mult, config.mix_rows, config.hidden_size // 8
@@ -75,7 +72,7 @@ def many_streams(config: MHCConfig, tokens: int) -> Variant:
             f"hidden_size must leave room for a token in shared memory, got {config.hidden_size} with hc_mult {hc}"
         )
     if config.hidden_size > 4096:
-        most = min(most, 13)  # a 14th token would spill
+        most = min(most, 10)  # an 11th token would spill
     return _pick(MANY_STREAMS, tokens, most)
 
 
@@ -84,7 +81,6 @@ def fits_quad(hidden: int, hc: int) -> bool:
     return hc == 4 and hidden <= 4096 and hidden % 256 == 0
 
 
-@functools.lru_cache(PICKS_KEPT)
 def of_streams(config: MHCConfig, tokens: int, has_norm: bool, source: str) -> tuple[Any, ...]:
     """The kernel on materialised streams, its name and its factory's arguments.
 
@@ -93,9 +89,8 @@ def of_streams(config: MHCConfig, tokens: int, has_norm: bool, source: str) -> t
         tokens: T. A row is bitwise the same at every T, so it is never T that decides between the two kernels.
         has_norm, source: see `mhc.kernels.streams`.
     """
-    if fits_quad(config.hidden_size, config.hc_mult) and source in ("pre", "post_pre"):
-        variant = _pick(FOUR_STREAMS, tokens, FOUR_STREAMS[-1].tile)
-        return "quad", config, variant.tile, variant.clusters, has_norm, source
+    if fits_quad(config.hidden_size, config.hc_mult) and source != "head":
+        return "quad", config, _pick(FOUR_STREAMS, tokens, 8).clusters, has_norm, source
     variant = many_streams(config, tokens)
     return "streams", config, variant.tile, variant.clusters, has_norm, source
 
@@ -147,7 +142,10 @@ def target(device: int) -> dict[str, str]:
 
 @functools.cache
 def kernel(device: int, name: str, *args: Any) -> Callable[..., None]:
-    """The entry point of a kernel on a device, exported (`mhc.export`) or compiled, at most once a process."""
+    """The entry point of a kernel on a device, exported (`mhc.export`) or compiled, at most once a process.
+
+    It makes that device the current one and leaves it so: see `with_current`.
+    """
     from mhc import export
 
     entry = export.load(target(device), name, *args)
@@ -155,18 +153,19 @@ def kernel(device: int, name: str, *args: Any) -> Callable[..., None]:
         jit, symbol = compiled(target(device), name, *args)
         # the host stub itself: JITKernel.__call__ would add 10 us of Python a call
         entry = jit.adapter.get_exportable_executable()[symbol]
-    return entry if torch.cuda.device_count() < 2 else _and_back(entry, device)
+    return entry
 
 
-def _and_back(entry: Callable[..., None], device: int) -> Callable[..., None]:
-    """`entry` without its side effect: the host stub makes the tensors' device the current one and leaves it so."""
+def with_current(device: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` with CUDA device `device` the current one, and the caller's again after it."""
+    if torch.cuda.device_count() < 2:
+        return call
 
-    def run(*tensors: torch.Tensor) -> None:
+    def run(*args: Any) -> Any:
         if torch.cuda.current_device() == device:
-            entry(*tensors)
-        else:
-            with torch.cuda.device(device):
-                entry(*tensors)
+            return call(*args)
+        with torch.cuda.device(device):
+            return call(*args)
 
     return run
 

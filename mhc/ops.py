@@ -11,20 +11,20 @@ naming the argument, its value and what is accepted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.compiler import is_compiling
+from torch._C import _len_torch_dispatch_stack
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from mhc import cuda, dispatch  # noqa: F401  (registers torch.ops.mhc)
-from mhc.checks import check
+from mhc.checks import check_head, check_post, check_post_pre, check_pre
 from mhc.config import MHCConfig
 
-BF16, FP32 = torch.bfloat16, torch.float32
 PLAIN = (Tensor, Parameter)
+named = tuple.__new__  # of a named tuple's class and its values: a third of what calling the class takes
 IMPLS = ("auto", "fused", "two_launch", "reference")
 
 
@@ -65,15 +65,14 @@ def pre(
 
     Source: `reference.pre`.
     """
-
-    def checks() -> None:
-        _check_pre(residual.device, config, norm_weight, residual=residual, fn=fn, scale=scale, base=base)
-
-    args = (residual, fn, scale, base, norm_weight)
-    if _direct(*args):
-        return PreOutput(residual, *_launch(checks, cuda.pre, *args, config))
-    checks()
-    return PreOutput(residual, *torch.ops.mhc.pre(*args, config.constants()))
+    if _direct(residual, fn, scale, base, norm_weight):
+        try:
+            return named(PreOutput, (residual, *cuda.pre(residual, fn, scale, base, norm_weight, config)))
+        except Exception:
+            check_pre(residual.device, config, norm_weight, residual=residual, fn=fn, scale=scale, base=base)
+            raise
+    check_pre(residual.device, config, norm_weight, residual=residual, fn=fn, scale=scale, base=base)
+    return PreOutput(residual, *torch.ops.mhc.pre(residual, fn, scale, base, norm_weight, config.constants()))
 
 
 def pre_broadcast(
@@ -110,16 +109,16 @@ def pre_broadcast(
     if impl not in IMPLS or (collapse and impl == "two_launch"):
         accepted = [name for name in IMPLS if not (collapse and name == "two_launch")]
         raise ValueError(f"impl must be one of {', '.join(accepted)}, got {impl!r}")
-
-    def checks() -> None:
-        _check_pre(x.device, config, norm_weight, x=x, fn_broadcast=fn_broadcast, scale=scale, base=base)
-
+    if impl != "reference" and _direct(x, fn_broadcast, scale, base, norm_weight):
+        try:
+            if collapse:
+                return named(CollapsedOutput, cuda.pre_collapsed(x, fn_broadcast, scale, base, norm_weight, config))
+            return named(PreOutput, cuda.pre_broadcast(x, fn_broadcast, scale, base, norm_weight, config, impl))
+        except Exception:
+            check_pre(x.device, config, norm_weight, x=x, fn_broadcast=fn_broadcast, scale=scale, base=base)
+            raise
+    check_pre(x.device, config, norm_weight, x=x, fn_broadcast=fn_broadcast, scale=scale, base=base)
     args = (x, fn_broadcast, scale, base, norm_weight)
-    if impl != "reference" and _direct(*args):
-        if collapse:
-            return CollapsedOutput(*_launch(checks, cuda.pre_collapsed, *args, config))
-        return PreOutput(*_launch(checks, cuda.pre_broadcast, *args, config, impl))
-    checks()
     if collapse:
         return CollapsedOutput(*torch.ops.mhc.pre_collapsed(*args, config.constants(), impl))
     return PreOutput(*torch.ops.mhc.pre_broadcast(*args, config.constants(), impl))
@@ -142,13 +141,13 @@ def post(output: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None) ->
 
     Source: `reference.post`.
     """
-
-    def checks() -> None:
-        _check_post(output, residual, post, comb)
-
     if _direct(output, residual, post, comb):
-        return _launch(checks, cuda.post, output, residual, post, comb)
-    checks()
+        try:
+            return cuda.post(output, residual, post, comb)
+        except Exception:
+            check_post(output, residual, post, comb)
+            raise
+    check_post(output, residual, post, comb)
     return torch.ops.mhc.post(output, residual, post, comb)
 
 
@@ -174,20 +173,14 @@ def post_pre(
     Raises:
         ValueError: a dtype, shape, stride or device does not fit.
     """
-
-    def checks() -> None:
-        _check_post(output, residual, post, comb)
-        if output.shape[1] != config.hidden_size or post.shape[1] != config.hc_mult:
-            raise ValueError(
-                f"output and post must be of H {config.hidden_size} and hc {config.hc_mult}, got {list(output.shape)} "
-                f"and {list(post.shape)}"
-            )
-        _check_pre(output.device, config, norm_weight, fn=fn, scale=scale, base=base)
-
+    if _direct(output, residual, post, comb, fn, scale, base, norm_weight):
+        try:
+            return named(PreOutput, cuda.post_pre(output, residual, post, comb, fn, scale, base, norm_weight, config))
+        except Exception:
+            check_post_pre(output, residual, post, comb, fn, scale, base, norm_weight, config)
+            raise
     args = (output, residual, post, comb, fn, scale, base, norm_weight)
-    if _direct(*args):
-        return PreOutput(*_launch(checks, cuda.post_pre, *args, config))
-    checks()
+    check_post_pre(*args, config)
     return PreOutput(*torch.ops.mhc.post_pre(*args, config.constants()))
 
 
@@ -209,62 +202,24 @@ def head(residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, config: MHCC
 
     Source: `reference.head`.
     """
-
-    def checks() -> None:
-        hc, hidden = config.hc_mult, config.hidden_size
-        check(
-            {},
-            residual.device,
-            residual=(residual, BF16, ("T", hc, hidden)),
-            fn=(fn, FP32, (hc, hc * hidden)),
-            scale=(scale, FP32, (1,)),
-            base=(base, FP32, (hc,)),
-        )
-
     if _direct(residual, fn, scale, base):
-        return _launch(checks, cuda.head, residual, fn, scale, base, config)
-    checks()
+        try:
+            return cuda.head(residual, fn, scale, base, config)
+        except Exception:
+            check_head(residual, fn, scale, base, config)
+            raise
+    check_head(residual, fn, scale, base, config)
     return torch.ops.mhc.head(residual, fn, scale, base, config.constants())
 
 
-def _check_pre(device: torch.device, config: MHCConfig, norm_weight: Tensor | None, **tensors: Tensor) -> None:
-    hc, hidden, rows = config.hc_mult, config.hidden_size, config.mix_rows
-    specs = {
-        "residual": (BF16, ("T", hc, hidden)),
-        "x": (BF16, ("T", hidden)),
-        "embedding": (BF16, ("V", hidden)),
-        "fn": (FP32, (rows, hc * hidden)),
-        "fn_broadcast": (FP32, (rows, hidden)),
-        "scale": (FP32, (3,)),
-        "base": (FP32, (rows,)),
-        "norm_weight": (BF16, (hidden,)),
-    }
-    if norm_weight is not None:
-        tensors["norm_weight"] = norm_weight
-    check({}, device, **{name: (tensor, *specs[name]) for name, tensor in tensors.items()})
-
-
-def _check_post(output: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None) -> None:
-    dims: dict[str, int] = {}
-    check(dims, output.device, output=(output, BF16, ("T", "H")))
-    if comb is None:
-        check(dims, output.device, residual=(residual, BF16, ("T", "H")), post=(post, FP32, ("T", "hc")))
-    else:
-        check(
-            dims,
-            output.device,
-            residual=(residual, BF16, ("T", "hc", "H")),
-            post=(post, FP32, ("T", "hc", 1)),
-            comb=(comb, FP32, ("T", "hc", "hc")),
-        )
-
-
 def _direct(tensor: Tensor, *others: Tensor | None) -> bool:
-    """Whether an eager CUDA call may skip the dispatcher: a kernel sees it, nothing traces it, nobody wants a gradient.
+    """Whether an eager CUDA call may skip the dispatcher: a kernel sees it, nobody traces it or wants a gradient.
 
     The dispatcher has no gradient either, but says so in backward; no kernel looks at the arguments of an empty call.
     """
-    if not (tensor.is_cuda and type(tensor) in PLAIN and tensor.numel() > 0) or is_compiling():
+    if is_dynamo_compiling() or _len_torch_dispatch_stack():  # all other tracing is done by such a mode
+        return False
+    if not (tensor.is_cuda and type(tensor) in PLAIN and tensor.numel()):
         return False
     if is_grad_enabled():
         if tensor.requires_grad:
@@ -273,12 +228,3 @@ def _direct(tensor: Tensor, *others: Tensor | None) -> bool:
             if other is not None and other.requires_grad:
                 return False
     return True
-
-
-def _launch(checks: Callable[[], None], op: Callable[..., Any], *args: Any) -> Any:
-    """Call `op`; if the kernel's host stub refuses the arguments, say why in our words."""
-    try:
-        return op(*args)
-    except Exception:
-        checks()
-        raise

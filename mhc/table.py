@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from mhc import cuda
-from mhc.checks import check
+from mhc.checks import BF16, FP32, check, check_look_up, check_pre
 from mhc.config import MHCConfig
-from mhc.ops import BF16, FP32, CollapsedOutput, PreOutput, _check_pre, _direct, _launch, pre_broadcast
+from mhc.ops import CollapsedOutput, PreOutput, _direct, named, pre_broadcast
 from mhc.weights import state_of
-
-ID_DTYPES = (torch.int64, torch.int32)
 
 
 class TokenTable:
@@ -59,7 +57,7 @@ class TokenTable:
         Raises:
             ValueError: as `build`, or the vocabulary has another size.
         """
-        _check_pre(
+        check_pre(
             self.post.device, self.config, None, embedding=embedding, fn_broadcast=fn_broadcast, scale=scale, base=base
         )
         if embedding.shape[0] != self.post.shape[0]:
@@ -137,34 +135,30 @@ def pre_from_table(
     if token_ids is None:
         assert inputs_embeds is not None
         assert table.weights is not None
-        out = pre_broadcast(inputs_embeds, *table.weights, norm_weight, config, collapse=collapse)
-        if isinstance(out, CollapsedOutput):
-            return PreOutput(inputs_embeds, out.post, None, out.layer_input)
-        return out
-
-    def checks() -> None:
-        dims: dict[str, int] = {}
-        device = embedding.device
-        check(dims, device, embedding=(embedding, BF16, ("V", config.hidden_size)))
-        check(dims, device, token_ids=(token_ids, ID_DTYPES, ("T",)))
-        check(dims, device, **{"table.post": (table.post, FP32, ("V", config.hc_mult))})
-        if norm_weight is not None:
-            check(dims, device, norm_weight=(norm_weight, BF16, (config.hidden_size,)))
+        first = pre_broadcast(inputs_embeds, *table.weights, norm_weight, config, collapse=collapse)
+        if isinstance(first, CollapsedOutput):
+            return PreOutput(inputs_embeds, first.post, None, first.layer_input)
+        return first
 
     if check_ids:
-        checks()
+        check_look_up(token_ids, embedding, table.post, norm_weight, config)
         table.check_ids(token_ids)
-    if _direct(token_ids, embedding, *table.tensors, norm_weight):
-        look_up = cuda.gather_collapsed if collapse else cuda.gather
-        out = _launch(checks, look_up, token_ids, embedding, table.tensors, norm_weight, config)
-    else:
-        checks()
-        look_up = torch.ops.mhc.gather_collapsed if collapse else torch.ops.mhc.gather
-        out = look_up(token_ids, embedding, *table.tensors, norm_weight, config.constants())
-    if collapse:
-        x, post, layer_input = out
-        return PreOutput(x, post, None, layer_input)
-    return PreOutput(*out)
+    tensors = post, comb, factor = table.post, table.comb, table.factor
+    if _direct(token_ids, embedding, post, comb, factor, norm_weight):
+        try:
+            if not collapse:
+                return named(PreOutput, cuda.gather(token_ids, embedding, tensors, norm_weight, config))
+            x, post, layer_input = cuda.gather_collapsed(token_ids, embedding, tensors, norm_weight, config)
+            return named(PreOutput, (x, post, None, layer_input))
+        except Exception:
+            check_look_up(token_ids, embedding, post, norm_weight, config)
+            raise
+    check_look_up(token_ids, embedding, post, norm_weight, config)
+    args = (token_ids, embedding, *tensors, norm_weight, config.constants())
+    if not collapse:
+        return PreOutput(*torch.ops.mhc.gather(*args))
+    x, post, layer_input = torch.ops.mhc.gather_collapsed(*args)
+    return PreOutput(x, post, None, layer_input)
 
 
 def pre_noise_rows(

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mhc import MHCConfig
+from mhc.config import LEAST_SINKHORN_EPS
 
 eps = st.floats(0, 1e-2)
 configs = st.builds(
@@ -19,7 +20,7 @@ configs = st.builds(
     sinkhorn_iters=st.integers(1, 50),
     rms_eps=eps,
     pre_eps=eps,
-    sinkhorn_eps=eps,
+    sinkhorn_eps=st.floats(LEAST_SINKHORN_EPS, 1e-2),
     norm_eps=eps,
     post_mult=st.floats(0.1, 10),
 )
@@ -69,6 +70,7 @@ def test_frozen_and_hashable() -> None:
         ("rms_eps", -1e-6, "rms_eps must be finite and >= 0, got -1e-06"),
         ("pre_eps", float("nan"), "pre_eps must be finite and >= 0, got nan"),
         ("sinkhorn_eps", float("inf"), "sinkhorn_eps must be finite and >= 0, got inf"),
+        ("sinkhorn_eps", 0.0, r"sinkhorn_eps must be at least 1e-15, got 0\.0"),
         ("norm_eps", -1.0, r"norm_eps must be finite and >= 0, got -1\.0"),
         ("post_mult", 0.0, r"post_mult must be finite and > 0, got 0\.0"),
         ("post_mult", float("nan"), "post_mult must be finite and > 0, got nan"),

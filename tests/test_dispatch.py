@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 from kernels.table import problem
 from ops_tools import CALLS, CONFIG, layout, pre, pre_broadcast, tensors
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mhc
-from mhc import MHCConfig, launch, ops
+from mhc import MHCConfig, cuda, launch, ops
 
 # ---- what is refused ----
 
@@ -57,6 +59,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(Tensor, "is_cuda", True)
     monkeypatch.setattr(launch, "kernel", lambda device, *name: lambda *tensors: names.append(name[0]))
     return names
+
+
+@pytest.fixture(params=["torch's own allocation", "the public one"])
+def allocated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either way to make an output."""
+    if request.param == "torch's own allocation":
+        guards: Any = importlib.import_module("torch._C._dynamo.guards")
+        monkeypatch.setattr(cuda, "allocator", lambda device: guards._empty_strided_cpu)
 
 
 @pytest.mark.parametrize("eager_cuda", [False, True])
@@ -121,16 +131,28 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("name", KERNELS)
+UNNORMED = ("pre", "pre_broadcast", "post_pre", "table")
+
+
+@pytest.mark.parametrize("name", [*KERNELS, *(f"{name}-unnormed" for name in UNNORMED)])
 def test_an_eager_call_goes_straight_to_the_kernels(
-    name: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str, launched: list[str], allocated: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p = problem(CONFIG, 3)
     monkeypatch.setattr(torch.ops, "mhc", None)  # whoever asks the dispatcher fails
     got = CALLS[name](p)
-    assert launched == KERNELS[name]
+    assert launched == KERNELS[name.removesuffix("-unnormed")]
     monkeypatch.undo()
     assert layout(got) == layout(CALLS[name](p))
+
+
+def test_every_output_is_a_tensor_of_its_own(launched: list[str], allocated: None) -> None:
+    p = problem(CONFIG, 3)
+    outputs = [t for _ in range(2) for t in pre_broadcast(p)]
+    assert len({t.untyped_storage().data_ptr() for t in outputs}) == len(outputs)
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in outputs)
+    with torch.inference_mode():
+        assert all(t.is_inference() for t in pre_broadcast(p))
 
 
 @pytest.mark.parametrize("name", [name for name in KERNELS if name != "noise_rows"])
@@ -188,3 +210,26 @@ def test_direct_needs_an_eager_cuda_tensor_without_gradient(launched: list[str])
     with torch.no_grad():
         assert ops._direct(x, weight)
         assert ops._direct(torch.nn.Parameter(x))
+
+
+class Seen(TorchDispatchMode):
+    """Notes the ops of this project."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "mhc":
+            self.names.append(func._opname)
+        return func(*args, **kwargs or {})
+
+
+def test_a_dispatch_mode_sees_the_op(launched: list[str]) -> None:
+    """As it would any other: FLOP counters, fake tensors and tracers are such modes."""
+    p = problem(CONFIG, 3)
+    with Seen() as seen, torch.no_grad():
+        assert not ops._direct(p.x)
+        pre(p)
+    assert seen.names == ["pre"]
+    assert launched == ["streams"]

@@ -129,7 +129,7 @@ def test_tokens_never_decide_which_kernel_takes_streams() -> None:
         quad = hc == 4 and hidden == 4096
         for source in ("pre", "post_pre", "post_pre_collapsed", "head"):
             names = {launch.of_streams(MHCConfig(hidden, hc), tokens, False, source)[0] for tokens in BOUNDARIES}
-            assert names == {"quad" if quad and source in ("pre", "post_pre") else "streams"}
+            assert names == {"quad" if quad and source != "head" else "streams"}
 
 
 def test_more_tokens_never_take_a_smaller_tile() -> None:
@@ -232,19 +232,20 @@ def test_warmup_in_no_process_is_refused(jobs: int) -> None:
 
 
 @pytest.mark.parametrize(("devices", "current", "entered"), [(1, 0, []), (2, 1, []), (2, 0, [1])])
-def test_a_launch_leaves_the_callers_device_current(devices: int, current: int, entered: list[int]) -> None:
+def test_a_call_leaves_the_callers_device_current(devices: int, current: int, entered: list[int]) -> None:
     events: list[Any] = []
     device = mock.MagicMock(side_effect=lambda index: events.append(index) or mock.MagicMock())
-    launch.kernel.cache_clear()
+
+    def call(*inputs: str) -> int:
+        events.append(inputs)
+        return 3
+
     with (
         mock.patch.object(torch.cuda, "device_count", return_value=devices),
         mock.patch.object(torch.cuda, "current_device", return_value=current),
         mock.patch.object(torch.cuda, "device", device),
-        mock.patch.object(launch, "target", return_value={}),
-        mock.patch.object(export, "load", return_value=lambda *tensors: events.append(tensors)),
     ):
-        launch.kernel(1, "post", 64, 4, False)("a", "b")
-    launch.kernel.cache_clear()
+        assert launch.with_current(1, call)("a", "b") == 3
     assert events == [*entered, ("a", "b")]
 
 

@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mhc
 from mhc import MHCConfig, reference
-from mhc.ops import BF16, FP32
+from mhc.checks import BF16, FP32
 
 
 def assert_close_to_fp64(got: Any, want: list[Tensor]) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import mhc
+from mhc.checks import ID_DTYPES
 from mhc.config import MHCConfig
-from mhc.table import ID_DTYPES
 from mhc.vllm_plugin import selfcheck
 from mhc.vllm_plugin.selfcheck import TOKENS, Pre, Rejected
 from mhc.vllm_plugin.source import EMBEDDING

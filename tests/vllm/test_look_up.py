@@ -235,7 +235,7 @@ def test_a_wrong_gather_is_refused(
     assert state_of(model).calls == FUSED
 
 
-@pytest.mark.parametrize("dtype", mhc.table.ID_DTYPES)
+@pytest.mark.parametrize("dtype", mhc.checks.ID_DTYPES)
 def test_ids_read_wrongly_are_refused(
     vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:

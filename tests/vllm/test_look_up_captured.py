@@ -102,7 +102,7 @@ class Served:
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
-@pytest.mark.parametrize("dtype", mhc.table.ID_DTYPES)
+@pytest.mark.parametrize("dtype", mhc.checks.ID_DTYPES)
 @torch.inference_mode()
 def test_eager(device: str, dtype: torch.dtype) -> None:
     served = Served(device)
@@ -115,7 +115,7 @@ def test_eager(device: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("device", [ON_GPU])
-@pytest.mark.parametrize("dtype", mhc.table.ID_DTYPES)
+@pytest.mark.parametrize("dtype", mhc.checks.ID_DTYPES)
 @torch.inference_mode()
 def test_a_captured_graph_follows_new_ids_and_a_refit(device: str, dtype: torch.dtype) -> None:
     served = Served(device)
