@@ -42,7 +42,7 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
             gate_part = T.alloc_shared((SLOTS * CLUSTER * plan.commons * plan.token_pitch,), "float32")
             mix_part = T.alloc_shared((SLOTS * CLUSTER * plan.mixes,), "float32")
             logits = T.alloc_shared((32, hc * hc + 4), "float32")  # padded as `pitch` is
-            arrived = T.alloc_barrier([plan.warps] * SLOTS)
+            arrived = T.alloc_barrier([plan.workers] * SLOTS)
             w = T.alloc_local((plan.steps_held * plan.row_tiles * 4,), "float32")
             pairs = T.alloc_local((max(plan.steps_held * PARTS * plan.pairs * 4, 1),), "uint32")
             odd = T.alloc_local((plan.steps_held * 4,), "uint32")
@@ -91,7 +91,11 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
                         T.sync_threads(1, plan.workers)
                         dot_tile(plan, x_words, s % X_SLOTS, fn, w, pairs, odd, top, partial, end - t0, rank, tid)
                         if plan.comb:
-                            T.sync_threads(2 + s % 2, plan.workers + 32)
+                            # each by its own number: with a computed one the compiler would reserve all sixteen
+                            if s % 2 == 0:
+                                T.sync_threads(2, plan.workers + 32)
+                            else:
+                                T.sync_threads(3, plan.workers + 32)
                         else:
                             T.sync_threads(1, plan.workers)
                         if s == 0:
@@ -195,7 +199,7 @@ def send_sums(plan, partial, gate_part, mix_part, arrived, slot, count, rank, ti
     size = in_warps + plan.token_tiles * plan.comb_sent * 8
     value = T.alloc_local((1,), "float32")
     quad = T.alloc_local((4,), "float32")
-    for i in T.unroll(T.ceildiv(size, plan.workers), unroll_factor=1):  # unrolled, a tile of 24 would spill
+    for i in T.unroll(T.ceildiv(size, plan.workers), unroll_factor=1):  # unrolled, many streams take more registers
         q = i * plan.workers + tid
         if q < in_warps:
             c = T.min(q, common - 1)
@@ -221,7 +225,7 @@ def send_sums(plan, partial, gate_part, mix_part, arrived, slot, count, rank, ti
                     send_quad(quad, mix_part, at_owner, arrived, slot, owner, rank)
     # of the tokens, the block owns (count + 7 - rank) // 8
     quads = plan.commons * T.ceildiv(count, 4) + (count + CLUSTER - 1 - rank) // CLUSTER * (plan.comb_sent // 4)
-    arrive(arrived, slot, tid // 32 == 0, (CLUSTER - 1) * quads * 16, lane)
+    arrive(arrived, slot, tid == 0, (CLUSTER - 1) * quads * 16)
 
 
 @T.macro
