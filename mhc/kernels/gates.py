@@ -143,7 +143,10 @@ def own_logits(plan, sums, mix_part, logits, weights, step, awaited, rank, lane)
             logits[step % plan.batch * plan.owned + token, q % plan.comb] = total[0]
     T.sync_warp()
     if awaited:
-        T.named_barrier_arrive(2 + step % 2, plan.workers + 32)
+        if step % 2 == 0:
+            T.named_barrier_arrive(2, plan.workers + 32)
+        else:
+            T.named_barrier_arrive(3, plan.workers + 32)
 
 
 def in_reach(hc):

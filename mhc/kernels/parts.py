@@ -10,7 +10,7 @@ its own tile and the loads and dots of the next. `two_launch` has the slices and
 clusters. `fused` and `quad` overlap their tiles and have stages of their own; they and `gather` take from here only
 what needs no `Plan`. Every kernel is compiled with `PASS_CONFIGS`.
 
-Letters: S = H / 8 columns a block; M mixing rows, here any of pre, post and comb; one more row sums the squares.
+Letters: S = H / 8 columns a block; M mixing rows, of which the head has the first hc; one more row sums the squares.
 """
 
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ CLUSTER = 8
 WARPS = 8
 WORKERS = WARPS * 32
 THREADS = WORKERS + 32  # the last warp computes comb
+ARRIVALS = CLUSTER - 1 + 32  # at a barrier of `exchange`: the peers' copies, and the lanes that store the own sums
 
 # Hand-placed barriers and copies: no bulk copies, warp specialisation or barriers of the compiler's own.
 PASS_CONFIGS = {
@@ -32,6 +33,7 @@ PASS_CONFIGS = {
     "tl.disable_warp_specialized": True,
     "tl.disable_thread_storage_sync": True,
     "tl.disable_shared_memory_reuse": True,  # its liveness does not see other blocks' stores
+    "tl.disable_safe_memory_legalize": True,  # every access here is within bounds; the tests on the CPU have red zones
 }
 
 
@@ -43,7 +45,7 @@ class Plan:
         config: shapes and constants.
         tile: tokens a cluster works on at a time.
         streams: 1 for an embedding, `hc` for materialised streams.
-        rows: mixing rows computed: M, `2 hc` (no comb) or `hc` (the head).
+        rows: mixing rows computed: M, or `hc` (the head).
     """
 
     config: MHCConfig
@@ -143,12 +145,6 @@ def send(buffer, count, dst, src, arrived, rank):
 
 
 @T.macro
-def store_bulk(target, source, size):
-    """Copy `size` bytes from shared to global memory by the engine; `T.tma_store_arrive` ends a group of them."""
-    T.evaluate(tirx.call_intrin("handle", tirx.op.Op.get("tl.tma_store"), target, source, size, 0, 0))
-
-
-@T.macro
 def sync_workers():
     T.sync_threads(1, WORKERS)
 
@@ -158,7 +154,8 @@ def exchange(plan, width, stage, part, arrived, step, rank, tid):
     """part[parity, rank] on every block of the cluster = this block's stage[parity] [tile, width]; waits for all eight.
 
     Both are double-buffered, which suffices: a block sends its next sums only after it has read these. Warp w sends to
-    block w; the block's own sums are stored plainly, since the engine's target has to be another block.
+    block w; the block's own sums are stored plainly, since the engine's target has to be another block, and every lane
+    arrives for its own. `arrived` counts `ARRIVALS`.
     """
     size = plan.tile * width
     parity = step % 2
@@ -169,9 +166,7 @@ def exchange(plan, width, stage, part, arrived, step, rank, tid):
                 t = (i * 32 + lane) // width
                 m = (i * 32 + lane) % width
                 part[parity, rank, t, m] = stage[parity, t, m]
-        T.sync_warp()
-        if lane == 0:
-            T.mbarrier_arrive(arrived[parity])
+        T.mbarrier_arrive(arrived[parity])
     elif lane == 0:
         send((stage, part), size, (parity * CLUSTER + rank) * size, parity * size, arrived[parity], tid // 32)
     T.mbarrier_wait_parity(arrived[parity], step // 2 % 2)
@@ -179,7 +174,7 @@ def exchange(plan, width, stage, part, arrived, step, rank, tid):
 
 @T.macro
 def add_parts(plan, part, sums, lead, t, row, lane):
-    """sums[t, :] = sum over blocks of part[lead, block, row, :], in the one order every kernel keeps. One warp."""
+    """sums[t, :] = sum over blocks of part[lead, block, row, :], in the order of the blocks. One warp."""
     total = T.alloc_local((1,), "float32")
     for q in T.unroll(T.ceildiv(plan.sums, 32)):
         m = q * 32 + lane
@@ -209,7 +204,7 @@ def mix(plan, part, sums, pre, scale, base, post, parity, rank, t0, tokens, tid)
             if lane < hc:
                 # pre = sigmoid(m * scale[0] + base) + pre_eps
                 pre[t, lane] = sigmoid(sums[t, lane] * rstd * scale[0] + base[lane]) + plan.config.pre_eps
-                if plan.rows >= 2 * hc:  # noqa: SIM102 (known to the compiler, unlike the next)
+                if plan.rows > hc:  # noqa: SIM102 (known to the compiler, unlike the next)
                     # post = post_mult * sigmoid(m * scale[1] + base)
                     if t % CLUSTER == rank and t0 + t < tokens:
                         z = sums[t, hc + lane] * rstd * scale[1] + base[hc + lane]

@@ -1,7 +1,8 @@
-"""Four streams in registers: the post map that makes them, and their projection as in `split`, accurate to fp32.
+"""Four streams: the post map that makes them, and their projection as in `split`, accurate to fp32.
 
-A lane holds 4 adjacent columns of one token in every stream. Each stream is a step of 16 columns a warp, so the slice
-of `fn` that a block keeps in registers is as large as its slice of all four streams: hence clusters of 16 blocks.
+A lane makes 4 adjacent columns of one token in every stream and then feeds them to the tensor cores. Each stream is a
+step of 16 columns a warp, so the slice of `fn` that a block keeps is as large as its slice of all four streams: hence
+clusters of 16 blocks. Of it, the lowest parts of two row tiles lie in shared memory: no registers are left for them.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from mhc.kernels.split import PARTS, clear, cut_step, multiply
 STREAMS = 4
 CLUSTER = 16  # more than a GPU need support; a Hopper one does
 WARPS = 16
-THREADS = WARPS * 32  # one warp more would leave 96 registers a thread, too few beside `fn`
+WORKERS = WARPS * 32
+TILE = 8  # tokens: as many as a tensor core takes
 # Pairs of streams whose inner products are summed, in the order of their places; see `gram`.
 GRAM = ((0, 0), (1, 1), (2, 2), (3, 3), (0, 1), (0, 2), (1, 2), (1, 3), (0, 3), (2, 3))
 
@@ -25,17 +27,25 @@ class Quad:
 
     Args:
         config: shapes and constants; hc is 4, H a multiple of 256 and at most 4096.
-        tile: most tokens a cluster works on at a time, 8 or 16: every block then owns at most one.
-        is_post: whether a post map makes the streams.
+        source: see `quad`.
     """
 
     config: MHCConfig
-    tile: int
-    is_post: bool
+    source: str
 
     pairs = 1  # of tiles of 8 rows of `fn`, which fill a tensor core's 16 rows
     odd = 1  # row tiles without a partner
     row_tiles = 3
+
+    @property
+    def is_post(self) -> bool:
+        """Whether a post map makes the streams."""
+        return self.source != "pre"
+
+    @property
+    def sources(self) -> int:
+        """What they are made of, or are: streams, or the one embedding that all are."""
+        return 1 if self.source == "post_pre_collapsed" else STREAMS
 
     @property
     def cols(self) -> int:
@@ -53,11 +63,6 @@ class Quad:
         return STREAMS * self.cols + 16
 
     @property
-    def token_tiles(self) -> int:
-        """Tiles of 8 tokens."""
-        return self.tile // 8
-
-    @property
     def rows(self) -> int:
         """Rows of `fn`."""
         return self.config.mix_rows
@@ -69,8 +74,8 @@ class Quad:
 
     @property
     def gates(self) -> int:
-        """Floats a token that every block needs: pre, the inner products, padding for the copy engine."""
-        return -(-(STREAMS + len(GRAM)) // 4) * 4
+        """Sums a token that every block needs: pre, the inner products."""
+        return STREAMS + len(GRAM)
 
     @property
     def mixes(self) -> int:
@@ -91,10 +96,12 @@ def load_fn(plan, fn, w, rank, tid):
 
 
 @T.macro
-def cut_fn(plan, w, pairs, odd, top):
-    """Cut what `load_fn` loaded into bf16 parts; a step is a stream."""
+def cut_fn(plan, w, pairs, odd, top, lowest, tid):
+    """Cut what `load_fn` loaded into bf16 parts; a step is a stream. Of `pairs` the lowest go to shared memory."""
     for j in T.unroll(STREAMS):
         cut_step(plan, w, j * plan.row_tiles * 4, pairs, odd, top, j)
+        for e in T.vectorized(4):
+            lowest[j, tid, e] = pairs[(j * PARTS + PARTS - 1) * 4 + e]
 
 
 def first_col(tid):
@@ -103,70 +110,85 @@ def first_col(tid):
 
 
 @T.macro
-def dot_tile(plan, buffers, slot, o_slot, pairs, odd, top, partial, count, tid):
-    """partial[warp, t / 8, :, t % 8] = this warp's share of `flat(r) @ fn.T` and of the streams' inner products.
+def map_tile(plan, x_words, o_words, map_gates, slot, tid):
+    """The new streams of a tile, in place of what they are made of."""
+    if tid // 32 < plan.warps:
+        post_map(plan, x_words, o_words, map_gates, slot, tid % 32 // 4, first_col(tid))
+    # so that the compiler forgets the new streams and has their registers for the sums
+    T.sync_warp()
 
-    Of `count` tokens, whose streams come from the slot, where new ones of a post map also replace the old.
-    """
-    x_words, o_words, map_gates = buffers
+
+@T.macro
+def dot_tile(plan, x_words, slot, lowest, pairs, odd, top, partial, at, tid):
+    """partial[at, warp, :, t] = this warp's share of `flat(r) @ fn.T` and of the streams' inner products."""
     row = tid % 32 // 4
     quad = tid % 4
     col = first_col(tid)
+    warp = tid // 32
     x = T.alloc_local((STREAMS * 2,), "uint32")
     a = T.alloc_local((4,), "uint32")
     acc = T.alloc_local((4,), "float32")
     total = T.alloc_local((6,), "float32")
-    if plan.is_post:
-        for h in T.unroll(plan.token_tiles):
-            if h * 8 < count and tid // 32 < plan.warps:
-                post_map(plan, x_words, slot, o_words, map_gates, o_slot, h * 8 + row, col)
-        # so that the compiler forgets the new streams and has their registers for the sums
-        T.sync_warp()
-    for h in T.unroll(plan.token_tiles):
-        if h * 8 < count and tid // 32 < plan.warps:
-            for j in T.unroll(STREAMS):
-                for e in T.vectorized(2):
-                    x[j * 2 + e] = x_words[slot, h * 8 + row, (j * plan.cols + col) // 2 + e]
-            for i in T.unroll(6):
-                total[i] = 0.0
-            for j in T.unroll(STREAMS):
-                # the smallest products first, as the tensor core truncates
-                clear(acc)
-                for part in T.unroll(PARTS):
-                    multiply(pairs, (j * PARTS + PARTS - 1 - part) * 4, x, j * 2, acc)
-                for e in T.unroll(4):
-                    total[e] = total[e] + acc[e]
-                clear(acc)
-                multiply(odd, j * 4, x, j * 2, acc)
+    if warp < plan.warps:
+        for i in T.unroll(6):
+            total[i] = 0.0
+        for i in T.unroll(STREAMS // 2):
+            load_words(plan, x, x_words, slot, i * 2, 2, row, col)
+            # two streams at a time, and the smallest products first, as the tensor core truncates
+            clear(acc)
+            for k in T.unroll(2):
+                for e in T.vectorized(4):
+                    a[e] = lowest[i * 2 + k, tid, e]
+                multiply(a, 0, x, (i * 2 + k) * 2, acc)
+            for part in T.unroll(PARTS - 1):
+                for k in T.unroll(2):
+                    multiply(pairs, ((i * 2 + k) * PARTS + PARTS - 2 - part) * 4, x, (i * 2 + k) * 2, acc)
+            for e in T.unroll(4):
+                total[e] = total[e] + acc[e]
+            clear(acc)
+            for k in T.unroll(2):
+                multiply(odd, (i * 2 + k) * 4, x, (i * 2 + k) * 2, acc)
+            for e in T.unroll(2):
+                acc[e] = acc[e] + acc[2 + e]
+            for k in T.unroll(2):
+                j = i * 2 + k
                 for e in T.unroll(2):
-                    acc[e] = acc[e] + acc[2 + e]
                     acc[2 + e] = 0.0
                 # tokens times themselves have the squares on their diagonal
-                for k in T.unroll(2):
-                    a[k * 2] = top[j * 2 + k]
-                    a[k * 2 + 1] = x[j * 2 + k]
-                multiply(a, 0, x, j * 2, acc)
                 for e in T.unroll(2):
-                    total[4 + e] = total[4 + e] + acc[e]
+                    a[e * 2] = top[j * 2 + e]
+                    a[e * 2 + 1] = x[j * 2 + e]
+                multiply(a, 0, x, j * 2, acc)
                 if row // 2 == quad:
-                    partial[tid // 32, h, plan.rows + j, row] = T.if_then_else(row % 2 == 0, acc[2], acc[3])
-            gram(plan, x, 0, partial, h, tid)
-            gram(plan, x, 1, partial, h, tid)
-            gram(plan, x, 2, partial, h, tid)
-            for n in T.unroll(plan.row_tiles):
-                for e in T.vectorized(2):
-                    partial[tid // 32, h, n * 8 + row, quad * 2 + e] = total[n // 2 * 4 + n % 2 * 2 + e]
+                    partial[at, warp, plan.rows + j, row] = T.if_then_else(row % 2 == 0, acc[2], acc[3])
+            for e in T.unroll(2):
+                total[4 + e] = total[4 + e] + acc[e]
+        for n in T.unroll(plan.row_tiles):
+            for e in T.vectorized(2):
+                partial[at, warp, n * 8 + row, quad * 2 + e] = total[n // 2 * 4 + n % 2 * 2 + e]
+        # read anew: there are no registers to keep them in
+        load_words(plan, x, x_words, slot, 0, STREAMS, row, col)
+        gram(plan, x, 0, partial, at, tid)
+        gram(plan, x, 1, partial, at, tid)
+        gram(plan, x, 2, partial, at, tid)
 
 
 @T.macro
-def gram(plan, x, i, partial, h, tid):
+def load_words(plan, x, x_words, slot, first, count, row, col):
+    for k in T.unroll(count):
+        for e in T.vectorized(2):
+            x[(first + k) * 2 + e] = x_words[slot, row, ((first + k) * plan.cols + col) // 2 + e]
+
+
+@T.macro
+def gram(plan, x, i, partial, at, tid):
     """This warp's share of the inner products at places 4 + 2 i and 5 + 2 i of `GRAM`, which share a stream.
 
     They are on the diagonals of two streams times a third, each stream's registers being laid out as an operand's.
     """
     row = tid % 32 // 4
-    at = STREAMS + 2 * i
-    upper, lower, shared = streams_of(at)
+    pair = STREAMS + 2 * i
+    upper, lower, shared = streams_of(pair)
     a = T.alloc_local((4,), "uint32")
     acc = T.alloc_local((4,), "float32")
     for k in T.unroll(2):
@@ -176,7 +198,8 @@ def gram(plan, x, i, partial, h, tid):
     multiply(a, 0, x, shared * 2, acc)
     if row // 2 == tid % 4:
         for e in T.unroll(2):
-            partial[tid // 32, h, plan.rows + at + e, row] = T.if_then_else(row % 2 == 0, acc[e * 2], acc[e * 2 + 1])
+            value = T.if_then_else(row % 2 == 0, acc[e * 2], acc[e * 2 + 1])
+            partial[at, tid // 32, plan.rows + pair + e, row] = value
 
 
 def streams_of(at):
@@ -186,7 +209,7 @@ def streams_of(at):
 
 
 @T.macro
-def post_map(plan, x_words, slot, o_words, map_gates, o_slot, t, col):
+def post_map(plan, x_words, o_words, map_gates, slot, t, col):
     """The new streams of a token's old ones and its output, in place, rounded to bf16: 4 columns of each."""
     x = T.alloc_local((2,), "uint32")
     o = T.alloc_local((2,), "uint32")
@@ -195,23 +218,27 @@ def post_map(plan, x_words, slot, o_words, map_gates, o_slot, t, col):
     value = T.alloc_local((STREAMS * 4,), "float32")
     pair = T.alloc_local((2,), "bfloat16")
     for e in T.vectorized(2):
-        o[e] = o_words[o_slot, t, col // 2 + e]
+        o[e] = o_words[slot, t, col // 2 + e]
     for e in T.vectorized(STREAMS):
-        gate[e] = map_gates[o_slot, t, e]
+        gate[e] = map_gates[slot, t, e]
     unpack(o, 0, f)
-    # r'[k] = post_k * o + sum_j comb[j, k] * r[j]
+    # r'[k] = post_k * o + sum_j comb[j, k] * r[j], or post_k * o + x
     for k in T.unroll(STREAMS):
         for e in T.unroll(4):
             value[k * 4 + e] = gate[k] * f[e]
-    for j in T.unroll(STREAMS):
-        for e in T.vectorized(STREAMS):
-            gate[e] = map_gates[o_slot, t, (1 + j) * STREAMS + e]
+    for j in T.unroll(plan.sources):
+        if plan.sources == STREAMS:
+            for e in T.vectorized(STREAMS):
+                gate[e] = map_gates[slot, t, (1 + j) * STREAMS + e]
         for e in T.vectorized(2):
             x[e] = x_words[slot, t, (j * plan.cols + col) // 2 + e]
         unpack(x, 0, f)
         for k in T.unroll(STREAMS):
             for e in T.unroll(4):
-                value[k * 4 + e] += gate[k] * f[e]
+                if plan.sources == STREAMS:
+                    value[k * 4 + e] += gate[k] * f[e]
+                else:
+                    value[k * 4 + e] += f[e]
     for k in T.unroll(STREAMS):
         for i in T.unroll(2):
             for e in T.vectorized(2):
@@ -227,29 +254,3 @@ def unpack(words, at, f):
     for i in T.unroll(2):
         f[i * 2] = T.reinterpret(words[at + i] << T.uint32(16), "float32")
         f[i * 2 + 1] = T.reinterpret(T.bitwise_and(words[at + i], T.uint32(0xFFFF0000)), "float32")
-
-
-@T.macro
-def add_warps(plan, partial, gate_part, mix_stage, mix_part, slot, count, rank, tid):
-    """Sums over the warps: of pre and inner products to gate_part[slot, rank, t], the others to where they are sent.
-
-    Those are at mix_stage[slot, owner], the block's own at mix_part[slot, rank].
-    """
-    value = T.alloc_local((1,), "float32")
-    for i in T.unroll(T.ceildiv(plan.token_tiles * plan.sums * 8, THREADS)):
-        q = i * THREADS + tid
-        h = q // (plan.sums * 8)
-        m = q // 8 % plan.sums
-        t = h * 8 + q % 8
-        if t < count:
-            value[0] = partial[0, h, m, q % 8]
-            for g in T.unroll(plan.warps - 1):
-                value[0] += partial[g + 1, h, m, q % 8]
-            if m < STREAMS:
-                gate_part[slot, rank, t, m] = value[0]
-            elif m >= plan.rows:
-                gate_part[slot, rank, t, STREAMS + m - plan.rows] = value[0]
-            elif t == rank:
-                mix_part[slot, rank, m - STREAMS] = value[0]
-            else:
-                mix_stage[slot, t, m - STREAMS] = value[0]

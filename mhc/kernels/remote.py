@@ -62,11 +62,9 @@ def send_quad(quad, buffer, index, barriers, at, to, rank):
 
 
 @T.macro
-def arrive(barriers, at, announces, count, lane):
-    """A warp has done its own block's stores; the one that `announces` says how many bytes come from the others."""
-    T.sync_warp()
-    if lane == 0:
-        if announces:
-            T.mbarrier_arrive_expect_tx(barriers[at], count)
-        else:
-            T.mbarrier_arrive(barriers[at])
+def arrive(barriers, at, announces, count):
+    """A lane has done its own block's stores; the one that `announces` says how many bytes come from the others."""
+    if announces:
+        T.mbarrier_arrive_expect_tx(barriers[at], count)
+    else:
+        T.mbarrier_arrive(barriers[at])

@@ -1,7 +1,7 @@
 """The pre on materialised streams in one launch, alone or behind a post: `pre`, `post_pre`, the head.
 
-For the sizes that `quad` is not made for, and the head of all sizes. One body, three ways to fill the tile: streams
-as they are, `post` of the finished sub-layer, or `post` of the first sub-layer whose streams are all one embedding
+For the sizes that `quad` is not made for, and the head of all sizes. One body, three ways to fill the tile: streams as
+they are, `post` of the finished sub-layer, or `post` of the first sub-layer, whose streams are all one embedding
 (`collapsed`). The new streams stay in shared memory between the projection and the collapse; the norm needs `sum(y^2)`
 over the whole row, a second exchange that hides behind Sinkhorn.
 """
@@ -11,6 +11,7 @@ import tilelang.language as T
 from mhc.config import MHCConfig
 from mhc.kernels.fill import load_post, load_streams, prefetch_post
 from mhc.kernels.parts import (
+    ARRIVALS,
     CLUSTER,
     THREADS,
     WARPS,
@@ -18,10 +19,10 @@ from mhc.kernels.parts import (
     Plan,
     comb_warp,
     exchange,
-    flat,
     mix,
     sync_workers,
 )
+from mhc.kernels.signatures import of_streams
 from mhc.kernels.tensor import dot_tile_tensor
 
 
@@ -118,7 +119,6 @@ def streams(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source:
     collapsed = source == "post_pre_collapsed"
     sources = 1 if collapsed else hc
     plan = Plan(config, tile, hc, rows)
-    scales = 1 if source == "head" else 3
     tokens = T.dynamic("tokens")
 
     @T.macro
@@ -137,8 +137,8 @@ def streams(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source:
             part = T.alloc_shared((2, CLUSTER, tile, plan.width), "float32")
             own_square = T.alloc_shared((2, tile, 4), "float32")
             square = T.alloc_shared((2, CLUSTER, tile, 4), "float32")
-            arrived = T.alloc_cluster_barrier([CLUSTER, CLUSTER])
-            squared = T.alloc_cluster_barrier([CLUSTER, CLUSTER])
+            arrived = T.alloc_cluster_barrier([ARRIVALS, ARRIVALS])
+            squared = T.alloc_cluster_barrier([ARRIVALS, ARRIVALS])
             sums = T.alloc_shared((tile, plan.sums), "float32")
             own = T.alloc_shared((-(-tile // CLUSTER), plan.sums), "float32")
             pre = T.alloc_shared((tile, hc), "float32")
@@ -206,99 +206,34 @@ def streams(config: MHCConfig, tile: int, clusters: int, has_norm: bool, source:
             T.cluster_arrive_relaxed()
             T.cluster_wait()
 
-    # a tensor type a parameter: TileLang names a buffer after its parameter
-    def tensor(*shape, dtype="float32"):
-        return lambda: T.Tensor(shape, dtype)
-
-    stream_type, row_type = tensor(tokens, hc, hidden, dtype="bfloat16"), tensor(tokens, hidden, dtype="bfloat16")
-    post_type, comb_type = tensor(tokens, hc, 1), tensor(tokens, hc, hc)
-    fn_type, weight_type = tensor(rows, hc * hidden), tensor(hidden, dtype="bfloat16")
-    scale_type, base_type = tensor(scales), tensor(rows)
-
-    if source == "head":
-
-        @T.prim_func
-        def head_kernel(
-            r: stream_type(), fn: fn_type(), scale: scale_type(), base: base_type(), layer_input: row_type()
-        ):
-            body(r, r, base, base, fn, scale, base, r, r, base, base, layer_input)
-
-        return head_kernel
-    if source == "pre":
-
-        @T.prim_func
-        def pre_kernel(
-            r: stream_type(),
-            fn: fn_type(),
-            scale: scale_type(),
-            base: base_type(),
-            weight: weight_type(),
-            post: post_type(),
-            comb: comb_type(),
-            layer_input: row_type(),
-        ):
-            body(r, r, base, base, fn, scale, base, weight, r, *flat(config, tokens, post, comb), layer_input)
-
-        return pre_kernel
-
-    if collapsed:
-
-        @T.prim_func
-        def post_pre_collapsed_kernel(
-            o: row_type(),
-            x: row_type(),
-            old_post: T.Tensor((tokens, hc), "float32"),
-            fn: fn_type(),
-            scale: scale_type(),
-            base: base_type(),
-            weight: weight_type(),
-            out: stream_type(),
-            post: post_type(),
-            comb: comb_type(),
-            layer_input: row_type(),
-        ):
-            body(
-                o,
-                T.reshape(x, (tokens, 1, hidden)),
-                old_post,
-                base,
-                fn,
-                scale,
-                base,
-                weight,
-                out,
-                *flat(config, tokens, post, comb),
-                layer_input,
-            )
-
-        return post_pre_collapsed_kernel
-
-    @T.prim_func
-    def post_pre_kernel(
-        o: row_type(),
-        r: stream_type(),
-        old_post: post_type(),
-        old_comb: comb_type(),
-        fn: fn_type(),
-        scale: scale_type(),
-        base: base_type(),
-        weight: weight_type(),
-        out: stream_type(),
-        post: post_type(),
-        comb: comb_type(),
-        layer_input: row_type(),
-    ):
+    @T.macro
+    def collapsed_body(o, x, old_post, old_comb, fn, scale, base, weight, out, post, comb, layer_input):
         body(
             o,
-            r,
-            *flat(config, tokens, old_post, old_comb),
+            T.reshape(x, (tokens, 1, hidden)),
+            old_post,
+            old_comb,
             fn,
             scale,
             base,
             weight,
             out,
-            *flat(config, tokens, post, comb),
+            post,
+            comb,
             layer_input,
         )
 
-    return post_pre_kernel
+    if source != "head":
+        return of_streams(config, tokens, source, collapsed_body if collapsed else body)
+
+    @T.prim_func
+    def head_kernel(
+        r: T.Tensor((tokens, hc, hidden), "bfloat16"),
+        fn: T.Tensor((hc, hc * hidden), "float32"),
+        scale: T.Tensor((1,), "float32"),
+        base: T.Tensor((hc,), "float32"),
+        layer_input: T.Tensor((tokens, hidden), "bfloat16"),
+    ):
+        body(None, r, None, None, fn, scale, base, None, None, None, None, layer_input)
+
+    return head_kernel

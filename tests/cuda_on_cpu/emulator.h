@@ -58,13 +58,6 @@ static void async_copy(CopyGroups& groups, void* to, const void* from, size_t by
     groups.open.push_back({to, from, bytes});
 }
 
-// A bulk copy from shared to global memory reads its source when it lands.
-static void bulk_store(void* to, const void* from, size_t bytes) {
-  if (bytes % 16 || (uintptr_t)to % 16 || (uintptr_t)from % 16) fail("bulk copies move aligned units of 16 bytes");
-  shared_offset((const char*)from + bytes - 1);
-  async_copy(self->bulk_stores, to, from, bytes);
-}
-
 static MBarrier& mbarrier(Block& block, size_t offset) {
   auto found = block.mbarriers.find(offset);
   if (found == block.mbarriers.end()) fail("an mbarrier is used before its init is known here");
@@ -81,28 +74,38 @@ static void mbarrier_wait(MBarrier& b, unsigned parity, int line) {
   while ((b.generation & 1) == (parity & 1)) wait_for(b.generation, b.generation, "mbarrier", line);
 }
 
-// A bulk copy into a peer's shared memory, which its mbarrier there counts. One in flight lands when nothing else can
-// happen, or earlier by the dice; it reads its source only then.
+// Copies that an mbarrier waits for: a bulk copy into a peer's shared memory, whose bytes it counts, or a thread's own
+// loads, for which it counts an arrival. Those in flight land when nothing else can happen, or earlier by the dice; they
+// read their sources only then.
 struct Bulk {
   Block *source, *target;
   MBarrier* barrier;
-  Copy copy;
-  float value[4];  // copied where `copy` names no source
+  std::vector<Copy> copies;
+  float value[4] = {};  // copied where a copy names no source
+  bool arrives = false;
 };
 static std::vector<Bulk> in_flight;
 
 static void land(const Bulk& b) {
   if (!b.target->alive) fail("a bulk copy lands in a cluster peer that has exited");
   if (!b.source->alive) fail("a block exited while its bulk copy was in flight");
-  memcpy(b.copy.to, b.copy.from ? b.copy.from : b.value, b.copy.bytes);
-  b.barrier->bytes -= b.copy.bytes;
+  for (const Copy& c : b.copies) memcpy(c.to, c.from ? c.from : b.value, c.bytes);
+  if (b.arrives) return mbarrier_arrive(*b.barrier, 0);
+  for (const Copy& c : b.copies) b.barrier->bytes -= c.bytes;
   b.barrier->settle();
 }
 
 static void land_one(size_t i) {
-  Bulk b = in_flight[i];
+  Bulk b = std::move(in_flight[i]);
   in_flight.erase(in_flight.begin() + i);
   land(b);
+}
+
+static void send_off(Bulk b) {
+  if (b.copies.empty() || lands_at_once())
+    land(b);
+  else
+    in_flight.push_back(std::move(b));
 }
 
 static void bulk_copy(void* to, const void* from, int rank, size_t bytes, const void* barrier) {
@@ -111,12 +114,9 @@ static void bulk_copy(void* to, const void* from, int rank, size_t bytes, const 
   // a GPU's memory checker calls it an invalid write, although the copy does arrive
   if (&peer == self->block) fail("a bulk copy to shared memory must go to another block of the cluster");
   shared_offset((const char*)from + bytes - 1), shared_offset((char*)to + bytes - 1);
-  Bulk b = {self->block, &peer, &mbarrier(peer, shared_offset(barrier)), {peer_shared(to, rank), from, bytes}};
-  mbarrier_arrive(*b.barrier, bytes);
-  if (lands_at_once())
-    land(b);
-  else
-    in_flight.push_back(b);
+  MBarrier& there = mbarrier(peer, shared_offset(barrier));
+  mbarrier_arrive(there, bytes);
+  send_off({self->block, &peer, &there, {{peer_shared(to, rank), from, bytes}}});
 }
 
 // An asynchronous store of four floats into a peer's shared memory: as a bulk copy, out of registers, and its bytes have
@@ -126,12 +126,16 @@ static void async_store(const float (&value)[4], const void* to, int rank, const
   Block& peer = peer_block(rank);
   if (&peer == self->block) fail("an asynchronous store must go to another block of the cluster");
   shared_offset((const char*)to + 15);
-  Bulk b = {&peer, &peer, &mbarrier(peer, shared_offset(barrier)), {peer_shared(to, rank), nullptr, sizeof b.value}};
-  memcpy(b.value, value, sizeof b.value);
-  if (lands_at_once())
-    land(b);
-  else
-    in_flight.push_back(b);
+  Bulk b = {&peer, &peer, &mbarrier(peer, shared_offset(barrier)), {{peer_shared(to, rank), nullptr, sizeof value}}};
+  memcpy(b.value, value, sizeof value);
+  send_off(std::move(b));
+}
+
+// The thread arrives at the barrier when all its loads so far have landed.
+static void arrive_with_loads(const void* barrier) {
+  Bulk b = {self->block, self->block, &mbarrier(*self->block, shared_offset(barrier)), self->loads.take()};
+  b.arrives = true;
+  send_off(std::move(b));
 }
 
 // ---- running ----
@@ -153,9 +157,9 @@ static void release() {
 static void thread_main() {
   self->started = true, self->block->started++;
   launch->kernel(launch->args);
+  // legal, but no kernel here means it
+  if (self->in_cluster_barrier) fail("exits between a cluster_arrive and its cluster_wait");
   self->done = true;
-  if (!self->bulk_stores.open.empty() || !self->bulk_stores.committed.empty())
-    fail("a thread exited before its bulk stores had read shared memory");
   if (memcmp(self->stack, &kCanary, 8)) fail("the stack of %zu bytes overflowed", kStackBytes);
   Block& b = *self->block;
   Warp& warp = self->warp();

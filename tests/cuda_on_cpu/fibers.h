@@ -106,6 +106,13 @@ struct CopyGroups {
       committed.erase(committed.begin());
     }
   }
+  std::vector<Copy> take() {
+    commit();
+    std::vector<Copy> all;
+    for (const auto& group : committed) all.insert(all.end(), group.begin(), group.end());
+    committed.clear();
+    return all;
+  }
 };
 
 struct Thread {
@@ -119,7 +126,7 @@ struct Thread {
   const unsigned* gate = nullptr;  // the generation it waits for to move on from `seen`
   unsigned seen = 0, cluster_phase = 0;
   bool in_cluster_barrier = false, started = false, done = false;
-  CopyGroups loads, bulk_stores;  // cp.async; cp.async.bulk to global memory
+  CopyGroups loads;  // cp.async
   Warp& warp() const { return block->warps[linear / 32]; }
   int lane() const { return linear % 32; }
 };

@@ -1,10 +1,12 @@
-"""Small kernels of several blocks: sums and copies over a cluster, and copies to global memory."""
+"""Small kernels of asynchronous copies: sums over the blocks of a cluster, and loads by one warp for another."""
 # mypy: ignore-errors
 
 from typing import Any
 
 import tilelang.language as T
-from tvm import tirx
+
+from mhc.kernels.parts import copy_async, send
+from mhc.kernels.remote import arrive, send_quad
 
 
 def cluster_sum(width: int = 128) -> Any:
@@ -28,35 +30,6 @@ def cluster_sum(width: int = 128) -> Any:
                 y[row, block, i] = all_blocks[0, i] + all_blocks[1, i] + all_blocks[2, i] + all_blocks[3, i]
 
     return cluster_kernel
-
-
-def bulk_repeat(width: int = 128, copies: int = 3) -> Any:
-    """y [T, copies, width] = x repeated, by bulk copies out of two buffers: a row waits for the last but one's."""
-    tokens = T.dynamic("tokens")
-
-    @T.prim_func
-    def repeat_kernel(x: T.Tensor((tokens, width), "float32"), y: T.Tensor((tokens, copies, width), "float32")):
-        with T.Kernel(1, threads=width):
-            tid = T.get_thread_binding()
-            buffer = T.alloc_shared((2, width), "float32")
-            for row in T.serial(tokens):
-                if tid < copies:
-                    T.tma_store_wait(1)
-                T.sync_threads()
-                buffer[row % 2, tid] = x[row, tid]
-                T.fence_proxy_async()
-                T.sync_threads()
-                if tid < copies:
-                    target = T.access_ptr(y[row, tid, 0], "w", extent=width)
-                    source = T.access_ptr(buffer[row % 2, 0], "r", extent=width)
-                    T.evaluate(
-                        tirx.call_intrin("handle", tirx.op.Op.get("tl.tma_store"), target, source, width * 4, 0, 0)
-                    )
-                    T.tma_store_arrive()
-            if tid < copies:
-                T.tma_store_wait(0)
-
-    return repeat_kernel
 
 
 def cluster_send(width: int = 128) -> Any:
@@ -83,17 +56,8 @@ def cluster_send(width: int = 128) -> Any:
                         if tid % 32 == 0:
                             T.mbarrier_arrive(arrived[row % 2])
                     elif tid % 32 == 0:
-                        T.evaluate(
-                            tirx.call_intrin(
-                                "handle",
-                                tirx.op.Op.get("tl.tma_store_cluster"),
-                                gathered.access_ptr("w", offset=(row % 2 * 4 + block) * width),
-                                mine.access_ptr("r", offset=row % 2 * width),
-                                tid // 32,
-                                width * 4,
-                                arrived[row % 2],
-                            )
-                        )
+                        at = (row % 2 * 4 + block) * width
+                        send((mine, gathered), width, at, row % 2 * width, arrived[row % 2], tid // 32)
                     T.named_barrier_arrive(2, threads)
                 else:
                     T.sync_threads(2, threads)
@@ -120,42 +84,53 @@ def cluster_store(width: int = 128) -> Any:
     def store_kernel(x: T.Tensor((tokens, 4, width), "float32"), y: T.Tensor((tokens, 4, width), "float32")):
         with T.ClusterKernel(4, threads=width, cluster_dims=(4, 1, 1)) as block:
             tid = T.get_thread_binding()
-            gathered = T.alloc_shared((2, 4, width), "float32")
-            arrived = T.alloc_barrier([1, 1])
+            gathered = T.alloc_shared((2 * 4 * width,), "float32")
+            arrived = T.alloc_barrier([32, 32])
             quad = T.alloc_local((4,), "float32")
             T.cluster_sync()
             for row in T.serial(tokens):
                 if tid < 32:
                     for e in T.vectorized(4):
                         quad[e] = x[row, block, tid * 4 + e]
+                    at = (row % 2 * 4 + block) * width + tid * 4
                     for rank in T.serial(4):
-                        if rank == block:
-                            for e in T.vectorized(4):
-                                gathered[row % 2, block, tid * 4 + e] = quad[e]
-                        else:
-                            T.evaluate(
-                                T.call_extern(
-                                    "handle",
-                                    "mhc_send",
-                                    quad[0],
-                                    quad[1],
-                                    quad[2],
-                                    quad[3],
-                                    T.access_ptr(gathered[row % 2, block, tid * 4], "w", extent=4),
-                                    arrived[row % 2],
-                                    rank,
-                                )
-                            )
-                    T.sync_warp()
-                    if tid == 0:
-                        T.mbarrier_arrive_expect_tx(arrived[row % 2], 3 * 4 * width)
+                        send_quad(quad, gathered, at, arrived, row % 2, rank, block)
+                    arrive(arrived, row % 2, tid == 0, 3 * 4 * width)
                 T.mbarrier_wait_parity(arrived[row % 2], row // 2 % 2)
+                first = row % 2 * 4 * width + tid
                 y[row, block, tid] = (
-                    gathered[row % 2, 0, tid]
-                    + gathered[row % 2, 1, tid]
-                    + gathered[row % 2, 2, tid]
-                    + gathered[row % 2, 3, tid]
+                    gathered[first]
+                    + gathered[first + width]
+                    + gathered[first + 2 * width]
+                    + gathered[first + 3 * width]
                 )
                 T.sync_threads()
 
     return store_kernel
+
+
+def relay() -> Any:
+    """y [rows, 128] = x: one warp loads rows, each lane arriving as its copy lands; another stores them."""
+    rows = T.dynamic("rows")
+
+    @T.prim_func
+    def kernel(x: T.Tensor((rows, 128), "float32"), y: T.Tensor((rows, 128), "float32")):
+        with T.Kernel(1, threads=64):
+            tid = T.get_thread_binding()
+            slots = T.alloc_shared((2, 128), "float32")
+            loaded = T.alloc_barrier([32] * 2)
+            used = T.alloc_barrier([32] * 2)
+            if tid < 32:
+                for row in T.serial(rows):
+                    if row > 1:
+                        T.mbarrier_wait_parity(used[row % 2], (row // 2 + 1) % 2)
+                    copy_async(slots[row % 2, tid * 4], x[row, tid * 4], 4)
+                    T.cp_async_barrier_noinc(loaded[row % 2])
+            else:
+                for row in T.serial(rows):
+                    T.mbarrier_wait_parity(loaded[row % 2], row // 2 % 2)
+                    for e in T.unroll(4):  # what other lanes loaded
+                        y[row, e * 32 + tid - 32] = slots[row % 2, e * 32 + tid - 32]
+                    T.mbarrier_arrive(used[row % 2])
+
+    return kernel

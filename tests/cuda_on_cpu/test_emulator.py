@@ -266,7 +266,7 @@ def test_a_broken_bulk_copy_is_noticed(kernel: Any, edit: Callable[[str], str], 
         (replaced(r"expect_tx\(1536\)", "expect_tx(1520)"), "poison|wrong|has exited|wait at mbarrier"),
         (replaced(r"tl::cluster_sync\(\);", ""), "has not started|before its init"),
         (replaced(r"mhc_send\((.*), \(&\(", r"mhc_send(\1, 1 + (&("), "aligned to 16 bytes"),
-        (replaced(r"(mhc_send\(.*), rank\);", r"\1, blockIdx.x);"), "another block"),
+        (replaced(r"(mhc_send\(.*), \w+\);", r"\1, blockIdx.x);"), "another block"),
     ],
     ids=["wait", "too many", "too few", "start", "alignment", "itself"],
 )

@@ -43,6 +43,10 @@ template <class T, class V> static inline void AtomicAddx4(T* p, V v, int = 0) {
 }
 
 namespace tl {
+// Warps hand each other registers; fibers have all they want.
+template <int n> static inline void warpgroup_reg_alloc() {}
+template <int n> static inline void warpgroup_reg_dealloc() {}
+
 // ---- packed pairs ----
 
 template <class T> static inline T from_uint1(uint1 v) { return emu_bits<T>(v); }
@@ -168,15 +172,12 @@ static inline void tma_store_cluster(void* to, void* from, int rank, uint32_t by
   emu::bulk_copy(to, from, rank, bytes, &barrier);
 }
 
-static inline void tma_store(void* to, const void* from, uint32_t bytes) { emu::bulk_store(to, from, bytes); }
-static inline void tma_store_arrive() { emu::self->bulk_stores.commit(); }
-template <int pending, bool read = true> static inline void tma_store_wait() { emu::self->bulk_stores.wait(pending); }
-
 static inline void cp_async_commit() { emu::self->loads.commit(); }
 template <int pending> static inline void cp_async_wait() {
   if (!pending) cp_async_commit();  // cp.async.wait_all needs no commit
   emu::self->loads.wait(pending);
 }
+template <class B> static inline void mbarrier_cp_async_arrive_noinc(B& barrier) { emu::arrive_with_loads(&barrier); }
 template <int bytes> static inline void cp_async_gs(const void* to, const void* from) {
   emu::async_copy(emu::self->loads, (void*)to, from, bytes);
 }

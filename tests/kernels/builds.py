@@ -21,11 +21,12 @@ from cuda_on_cpu.runner import Emulated
 from mhc import cuda, launch
 from mhc.config import MHCConfig
 from mhc.kernels.parts import PASS_CONFIGS
+from mhc.kernels.quad_dot import TILE
 
 from .table import Op, problem
 
 CONFIGS = {**PASS_CONFIGS, **SIMT}  # SIMT changes nothing about our kernels, which a test shows
-FEWEST = {"streams": 2, "quad": 8}  # tokens at a time, for many steps
+FEWEST = {"streams": 2, "quad": TILE}  # tokens at a time, for many steps
 Variant = tuple[Any, ...]  # name of the kernel, arguments of its factory
 
 
@@ -38,9 +39,11 @@ def one_cluster() -> Iterator[None]:
 
     def pick_of_streams(config: MHCConfig, tokens: int, has_norm: bool, source: str) -> Variant:
         name = launch.of_streams(config, tokens, has_norm, source)[0]
-        return name, config, FEWEST[name], 1, has_norm, source
+        tile = () if name == "quad" else (FEWEST[name],)
+        return name, config, *tile, 1, has_norm, source
 
-    with mock.patch.multiple(cuda, one_stream=pick, of_streams=pick_of_streams):
+    prepared = functools.cache(cuda.prepared.__wrapped__)  # what is kept was picked otherwise
+    with mock.patch.multiple(cuda, one_stream=pick, of_streams=pick_of_streams, prepared=prepared):
         yield
 
 
