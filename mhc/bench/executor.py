@@ -53,7 +53,7 @@ class Executor(Protocol):
 
 
 class Local:
-    """Runs points in this process.
+    """Runs points in this process, ours and peers' alike without gradients, as a server does.
 
     Args:
         seed: of the inputs.
@@ -67,6 +67,7 @@ class Local:
         self._timers: dict[Point, timing.Timer] = {}
         self._checked: dict[tuple[str, str, int, int], tuple[list[timing.Call], float | None] | impls.Skip] = {}
 
+    @torch.no_grad()
     def prepare(self, point: Point) -> dict[str, Any]:
         answer: dict[str, Any] = {"status": "ok", "reason": "", "error": None, "calls_per_sample": 1}
         try:
@@ -78,6 +79,7 @@ class Local:
             return answer | {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0]}
         return answer | {"calls_per_sample": self._timers[point].calls_per_sample}
 
+    @torch.no_grad()
     def sample(self, point: Point, n: int) -> list[float]:
         timer = self._timers[point]
         if point.timer == "published" and isinstance(timer, timing.EagerTimer):

@@ -16,7 +16,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from mhc.bench.executor import Executor, Local, Point, Remote
 from mhc.bench.inputs import VOCAB
 from mhc.bench.timing import interleave
 from mhc.bench.work import IMPLS, OPS, work
+from mhc.config import MHCConfig
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 HIDDEN = (4096, 5120, 7168)
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of inputs and orders (default: %(default)s)")
     parser.add_argument("--vocab", type=int, default=VOCAB, help="rows of the embedding (default: %(default)s)")
     parser.add_argument(
-        "--budget-s", type=float, help="stop measuring after this time; the rest is recorded as skipped"
+        "--budget-s", type=float, help="stop measuring so long after the first point; the rest is recorded as skipped"
     )
     parser.add_argument("--peers-site", action="append", default=[], help="folder first on the peers' PYTHONPATH")
     parser.add_argument("--peers-python", default=sys.executable, help="the peers' interpreter (default: this one)")
@@ -68,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if args.rounds < 3:
         raise ValueError(f"--rounds must be at least 3, got {args.rounds}")
+    if args.samples < 1:
+        raise ValueError(f"--samples must be at least 1, got {args.samples}")
     started = time.perf_counter()
     groups = plan(args.ops, args.impls, args.T, args.H, args.timers, args.l2)
     if args.precompile:
@@ -80,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         extra = {"processes": "two that alternate on one GPU", "peers_versions": remote.versions()}
     run_line = records.run_line("latency", seed=args.seed, limits=hardware.limits(), vocab=args.vocab, **extra)
     path = records.free_path(args.out, run_line)
-    deadline = None if args.budget_s is None else started + args.budget_s
+    deadline = None if args.budget_s is None else time.perf_counter() + args.budget_s
     with records.Recorder(path, run_line) as recorder:
         for number, group in enumerate(groups, 1):
             first = group[0]
@@ -95,27 +98,30 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plan(
-    ops: Iterable[str],
+    ops: Sequence[str],
     impls: Sequence[str] | None,
-    tokens: Iterable[int],
+    tokens: Sequence[int],
     hidden: Sequence[int],
-    timers: Iterable[str],
-    l2: Iterable[str],
+    timers: Sequence[str],
+    l2: Sequence[str],
 ) -> list[list[Point]]:
     """Points in groups that are measured together, one an (H, T, op).
 
     Host timers go up to T = 256, warm, first H; `torch_compile` has the T of `COMPILED_TOKENS` alone.
 
     Raises:
-        ValueError: an op, impl or timer is unknown, or nothing is left to measure.
+        ValueError: an op, impl, timer or L2 state is unknown, a T or H is impossible, or nothing is left to measure.
     """
     groups = []
     unknown = [op for op in ops if op not in OPS] + [t for t in timers if t not in ("cuda_graph", *HOST_TIMERS)]
     unknown += [i for i in impls or () if not any(i in of_op for of_op in IMPLS.values())]
+    unknown += [state for state in l2 if state not in records.L2_STATES]
     if unknown:
-        raise ValueError(f"unknown op, timer or impl: {', '.join(unknown)}")
-    tokens, timers, l2 = list(tokens), list(timers), list(l2)
+        raise ValueError(f"unknown op, timer, impl or L2 state: {', '.join(unknown)}")
+    if few := [t for t in tokens if t < 1]:
+        raise ValueError(f"T must be at least 1, got {few[0]}")
     for h in hidden:
+        MHCConfig(h, HC)  # refuses an H that no kernel takes
         for t in tokens:
             for op in ops:
                 group = [
@@ -123,7 +129,7 @@ def plan(
                     for impl in IMPLS[op]
                     if (impls is None or impl in impls) and (impl != "torch_compile" or t in COMPILED_TOKENS)
                     for timer in timers
-                    for state in (l2 if timer == "cuda_graph" else ["warm"])
+                    for state in (l2 if timer == "cuda_graph" else ("warm",))
                     if timer == "cuda_graph" or (t <= HOST_TOKENS and h == hidden[0] and not impl.startswith("floor"))
                 ]
                 if group:
@@ -159,7 +165,7 @@ def measure(
             ready[process, point] = answer
         else:
             recorder.point(**_line(point, process, answer, round_=0, order=0, samples_us=[]))
-    # the published protocol repeats for a time of its own: one turn each is what was published
+    # in its turn, the published protocol repeats for a time of its own
     for round_, order, (process, point) in interleave(list(ready), rounds, seed + hash(group[0][2:4]) % 2**16):
         measured = executors[process].sample(point, samples)
         line = _line(point, process, ready[process, point], round_, order, [round(us, 4) for us in measured])

@@ -42,7 +42,8 @@ class GraphTimer:
     hides behind it, and the caches are in the state in which the graph itself leaves them.
 
     Args:
-        calls: the closures of a case; outputs of the calls are kept, so that rotating calls write different memory.
+        calls: the closures of a case. Outputs of several are kept, so that rotating calls write different memory; those
+            of one are freed before it is called again, so that it writes where it did before, as a floor does.
         repeats: how often the list is captured; `None` aims at `TARGET_US` a replay.
     """
 
@@ -67,9 +68,10 @@ class GraphTimer:
         self._outputs: list[object] = []
         with torch.cuda.graph(self._graph):
             for _ in range(repeats):
-                outputs = [call() for call in calls]
-        if len(calls) > 1:
-            self._outputs = outputs
+                self._outputs.clear()
+                self._outputs += [call() for call in calls]
+        if len(calls) == 1:
+            self._outputs.clear()
         self._graph.replay()
         torch.cuda.synchronize()
 
