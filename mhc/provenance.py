@@ -5,19 +5,16 @@ from __future__ import annotations
 import datetime
 import os
 import subprocess
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mhc.bench import machine
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def provenance(records: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
     """`facts` (name to text) of this run, and `records`: the given run lines, each file once.
 
-    A record's `kernels` says whether `mhc/kernels` is today what it was at the record's commit.
+    A record's `kernels` says whether the kernels are today what was recorded: see `kernels_since`.
     """
     try:
         commit, dirty = machine.git_state()
@@ -31,16 +28,23 @@ def provenance(records: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
         "CPU": f"{machine.host_cpu()}, {os.cpu_count()} cores",
         "GPU": machine.gpu_state()["gpu"] or "none here: GPU figures are replayed from records",
     }
-    unique = {record["file"]: record | {"kernels": kernels_since(record["git"])} for record in records}
+    unique = {record["file"]: record | {"kernels": kernels_since(record)} for record in records}
     return {"facts": facts, "records": list(unique.values())}
 
 
-def kernels_since(commit: str) -> str:
-    """`as recorded`, `changed since`, or `unknown commit` (a record of another repository or branch)."""
-    git = ["git", "-C", str(ROOT)]
+def kernels_since(run: Mapping[str, Any]) -> str:
+    """Whether a run line's kernels are today's: `as recorded`, `changed since` or `unknown commit`.
+
+    Decided by the digest of their sources, see `machine.kernels_sha256`. Older records have none: there the commit
+    decides, which is unknown where it is of another repository or was rewritten.
+    """
+    if recorded := run.get("kernels_sha256"):
+        return "as recorded" if recorded == machine.kernels_sha256() else "changed since"
+    git, commit = ["git", "-C", str(machine.ROOT)], run["git"]
+    diff = [*git, "diff", "--quiet", commit, "--", *machine.KERNEL_SOURCES]
     try:
         known = subprocess.run([*git, "cat-file", "-e", f"{commit}^{{commit}}"], capture_output=True, check=False)
-        same = subprocess.run([*git, "diff", "--quiet", commit, "--", "mhc/kernels"], capture_output=True, check=False)
+        same = subprocess.run(diff, capture_output=True, check=False)
     except OSError:
         return "unknown commit"
     if known.returncode:

@@ -1,7 +1,8 @@
-"""What a measurement was made on: GPU, driver, clocks, versions, commit. Every reader works without a GPU."""
+"""What a measurement was made on: GPU, driver, clocks, versions, commit, sources. Every reader works without a GPU."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
@@ -12,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
+KERNEL_SOURCES = ("mhc/kernels/*.py", "mhc/launch.py")  # the kernels, and which variant is launched when
 PACKAGES = ("torch", "tilelang", "apache-tvm-ffi", "triton", "vllm", "numpy")
 _SMI = (
     "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu,"
@@ -36,6 +39,18 @@ def git_state() -> tuple[str, bool]:
         return sha, bool(_output(["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no"]))
     except (OSError, subprocess.CalledProcessError):
         raise RuntimeError("the commit is unknown: run inside the git repository or set MHC_GIT_SHA=<sha>") from None
+
+
+def kernels_sha256() -> str:
+    """Digest of what a timing of kernels depends on: relative path and bytes of every file of `KERNEL_SOURCES`.
+
+    It tells what was timed where the commit cannot: in a modified tree, or after a rebase.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in KERNEL_SOURCES for path in ROOT.glob(pattern)):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(ROOT).as_posix()}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
 
 
 def gpu_state() -> dict[str, Any]:

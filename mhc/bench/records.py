@@ -54,6 +54,8 @@ RUN_FIELDS: Fields = {
     "command": (str,),
     "seed": (int,),
 }
+# in every new record; those before have none: see `machine.kernels_sha256`
+LATER_RUN_FIELDS: Fields = {"kernels_sha256": (str,)}
 
 LATENCY_FIELDS: Fields = {
     "op": (str,),
@@ -135,6 +137,7 @@ def run_line(what: str, *, seed: int, limits: Mapping[str, float | None] | None 
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "git": git,
         "dirty": dirty,
+        "kernels_sha256": machine.kernels_sha256(),
         **machine.gpu_state(),
         "copy_bandwidth_gbs": None,
         "empty_launch_us": None,
@@ -175,7 +178,7 @@ class Recorder:
     def __init__(self, path: str | Path, run: Mapping[str, Any], fields: Fields | None = None) -> None:
         self.path = Path(path)
         self._fields = POINT_FIELDS.get(run["what"], {}) if fields is None else fields
-        _check(run, RUN_FIELDS, f"{self.path}, run line")
+        _check(run, {**RUN_FIELDS, **LATER_RUN_FIELDS}, f"{self.path}, run line")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file: TextIO = self.path.open("x")
         self._write(dict(run) | {"record": "run"})
@@ -229,7 +232,8 @@ def load(path: str | Path, fields: Fields | None = None) -> Record:
     if not lines or lines[0].get("record") != "run":
         raise ValueError(f"{path}, line 1: must be the run line")
     run, rest = lines[0], lines[1:]
-    _check(run, RUN_FIELDS, f"{path}, line 1")
+    later = {name: types for name, types in LATER_RUN_FIELDS.items() if name in run}
+    _check(run, {**RUN_FIELDS, **later}, f"{path}, line 1")
     if run["schema"] != SCHEMA:
         raise ValueError(f"{path}, line 1: schema must be {SCHEMA}, got {run['schema']}")
     end = rest.pop() if rest and rest[-1].get("record") == "end" else None

@@ -82,6 +82,41 @@ def test_a_missing_field_names_file_and_line(tmp_path):
         records.load(path)
 
 
+def test_new_records_hold_the_digest_of_the_kernels_and_old_ones_stay_readable(tmp_path):
+    path = write(tmp_path / "a.jsonl", [POINT])
+    run, *rest = path.read_text().splitlines()
+    run = json.loads(run)
+    assert run["kernels_sha256"] == machine.kernels_sha256()
+    path.write_text("\n".join([json.dumps(run | {"kernels_sha256": 7}), *rest]))
+    with pytest.raises(ValueError, match=r"line 1: field kernels_sha256 must be str, got 7"):
+        records.load(path)
+    del run["kernels_sha256"]
+    path.write_text("\n".join([json.dumps(run), *rest]))
+    assert records.load(path).complete
+    with pytest.raises(ValueError, match="field kernels_sha256 is missing"):
+        records.Recorder(tmp_path / "b.jsonl", run)
+
+
+def test_the_digest_of_the_kernels_is_of_paths_and_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    kernels = tmp_path / "mhc" / "kernels"
+    kernels.mkdir(parents=True)
+    (tmp_path / "mhc" / "launch.py").write_text("a")
+    (kernels / "one.py").write_text("b")
+    digests = [machine.kernels_sha256()]
+    (tmp_path / "mhc" / "ops.py").write_text("not part of a kernel's time")
+    assert machine.kernels_sha256() == digests[0]
+    (kernels / "one.py").write_text("c")
+    digests.append(machine.kernels_sha256())
+    (kernels / "one.py").rename(kernels / "two.py")
+    digests.append(machine.kernels_sha256())
+    (kernels / "new.py").touch()
+    digests.append(machine.kernels_sha256())
+    (tmp_path / "mhc" / "launch.py").write_text("ac")
+    digests.append(machine.kernels_sha256())
+    assert len(set(digests)) == len(digests)
+
+
 @pytest.mark.parametrize("text", ["", "{", '{"record": "point"}', "[]"])
 def test_what_is_no_record_is_refused(tmp_path, text):
     path = tmp_path / "a.jsonl"
