@@ -16,7 +16,7 @@ COMMANDS = {
     "gsm8k": ("mhc.gsm8k.command", "ask GSM8K of the miniature pair or of any OpenAI-compatible server"),
     "train": ("mhc.dspark.train_command", "train the miniature target and its DSpark draft"),
     "draft-split": ("mhc.dspark.split_command", "time one draft round on this GPU, part by part"),
-    "bench": ("mhc.bench.command", "time kernels, peers and floors on this GPU; pack wheels for offline hosts"),
+    "bench": ("mhc.bench.command", "time and check kernels on this GPU, beside peers; pack wheels for offline hosts"),
     "export-kernels": ("mhc.export", "compile the kernels into a folder, for servers that must not compile"),
     "report": ("mhc.report", "execute the notebooks and render build/report.html"),
     "vllm-status": ("mhc.vllm_plugin.status", "what the vLLM plugin would change in the installed vLLM, and why"),

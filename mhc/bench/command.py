@@ -1,4 +1,7 @@
-"""Timing: `latency` and `serving` measure on this GPU, `wheels` packs for offline hosts, `show` prints a record."""
+"""On this GPU: `latency` and `serving` time, `sanitize` looks for memory errors and races.
+
+`wheels` packs for offline hosts, `show` prints a record.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from mhc.bench import latency, serving, wheels
+from mhc.bench import latency, sanitize, serving, wheels
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m mhc bench`."""
     commands = parser.add_subparsers(dest="bench", required=True, metavar="COMMAND")
-    for name, module in (("latency", latency), ("serving", serving), ("wheels", wheels)):
+    for module in (latency, serving, sanitize, wheels):
+        name = module.__name__.rpartition(".")[2]
         sub = commands.add_parser(
             name, help=(module.__doc__ or "").splitlines()[0], description=module.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
