@@ -13,18 +13,43 @@ import torch
 from ops_tools import every_kernel_call, table_of
 
 import mhc
-from mhc import cuda, launch
+from mhc import cuda, export, launch
 from mhc.config import MHCConfig
 
+from .builds import Variant, variants
 from .table import OPS, Op, Problem, assert_close_to_fp64, bits, problem
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU of compute capability 9.0 or newer"),
+    pytest.mark.timeout(1800),  # the first test's time includes `compiled_ahead`
 ]
 TOKENS = (0, 1, 2, 63, 64, 65, 130, 255, 256, 4096)
+SAME_ROW_TOKENS = (1, 20, 40, 65, 130, 256, 600)
+OTHER_TOKENS = (63, 65, 130, 300)  # at other H and hc
+HIDDEN_OF_OTHER_HC = 320
 NORMED = [op for op in OPS if not op.name.endswith("unnormed")]
 OF_STREAMS = [op for op in NORMED if not op.name.startswith("gather")]  # a gather's rows are the table's
+
+
+def launched(item: pytest.Item) -> list[Variant]:
+    """The kernels of a test of an op, by its parameters; other tests launch some of the same."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    if "op" not in params:
+        return []
+    if not {"hidden", "hc"} & set(params):
+        return variants(params["op"], MHCConfig(4096), (*TOKENS, *SAME_ROW_TOKENS))
+    config = MHCConfig(params.get("hidden", HIDDEN_OF_OTHER_HC), params.get("hc", 4))
+    return variants(params["op"], config, OTHER_TOKENS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_ahead(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What the tests about to run launch, compiled on all cores before the first."""
+    own = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    kernels = list(dict.fromkeys(kernel for item in own for kernel in launched(item)))
+    with export.compiled_ahead(kernels, launch.target(0)["arch"], os.cpu_count() or 1):
+        yield
 
 
 @pytest.fixture
@@ -60,8 +85,8 @@ def test_against_fp64_at_h_4096(op: Op) -> None:
 @pytest.mark.parametrize("hidden", [64, 2880, 5120, 7168])
 @pytest.mark.parametrize("op", NORMED, ids=str)
 def test_against_fp64_at_other_h(op: Op, hidden: int) -> None:
-    p = on_gpu(problem(MHCConfig(hidden), 300))
-    for tokens in (63, 65, 130, 300):
+    p = on_gpu(problem(MHCConfig(hidden), OTHER_TOKENS[-1]))
+    for tokens in OTHER_TOKENS:
         rows = p.rows(tokens)
         assert_close_to_fp64(op, rows, op.call(rows))
 
@@ -70,8 +95,8 @@ def test_against_fp64_at_other_h(op: Op, hidden: int) -> None:
 @pytest.mark.parametrize("hc", [2, 3, 8])
 @pytest.mark.parametrize("op", NORMED, ids=str)
 def test_against_fp64_at_other_hc(op: Op, hc: int) -> None:
-    p = on_gpu(problem(MHCConfig(320, hc_mult=hc), 300))
-    for tokens in (100, 130, 300):
+    p = on_gpu(problem(MHCConfig(HIDDEN_OF_OTHER_HC, hc), OTHER_TOKENS[-1]))
+    for tokens in OTHER_TOKENS:
         rows = p.rows(tokens)
         assert_close_to_fp64(op, rows, op.call(rows))
 
@@ -79,9 +104,10 @@ def test_against_fp64_at_other_hc(op: Op, hc: int) -> None:
 @poisoned
 @pytest.mark.parametrize("op", NORMED, ids=str)
 def test_a_row_is_bitwise_the_same_at_every_t(op: Op) -> None:
-    p = on_gpu(problem(MHCConfig(4096), 600))
+    *fewer, most = SAME_ROW_TOKENS
+    p = on_gpu(problem(MHCConfig(4096), most))
     largest = op.call(p)
-    for tokens in (1, 20, 40, 65, 130, 256):
+    for tokens in fewer:
         for again in range(2):
             for a, b in zip(op.call(p.rows(tokens)), largest, strict=True):
                 assert torch.equal(bits(a), bits(b[:tokens])), (tokens, again)
