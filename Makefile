@@ -1,5 +1,6 @@
 # make report   execute the notebooks and render build/report.html      make lab   open them in JupyterLab
 # make test     the tests, then every notebook at small sizes           make lint  ruff and mypy
+# make test-gpu the GPU tests, then compute-sanitizer over every op: needs an NVIDIA GPU
 # Each sets up .venv on its first run; all it needs is python3 >= 3.11.
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ OTHER := .venv-tilelang-$(OTHER_TILELANG)
 # the tests that build and run kernels: the ones that another TileLang could break
 KERNEL_TESTS = $(wildcard tests/cuda_on_cpu tests/kernels)
 
-.PHONY: report test test-vllm test-tilelang lab lint clean distclean
+.PHONY: report test test-gpu test-vllm test-tilelang lab lint clean distclean
 
 report: .venv/ok
 	$(BIN)/python -m mhc report
@@ -17,6 +18,10 @@ report: .venv/ok
 test: .venv/ok
 	$(BIN)/python -m pytest tests --ignore=tests/vllm
 	$(BIN)/python -m pytest --nbmake --nbmake-timeout=300 notebooks
+
+test-gpu: .venv/ok
+	$(BIN)/python -m pytest tests --ignore=tests/vllm -m gpu
+	$(BIN)/python -m mhc bench sanitize
 
 test-vllm: .venv/ok
 	$(BIN)/python -m pytest tests/vllm
