@@ -114,6 +114,13 @@ def mean_square(r: Tensor, pre: Tensor, norm: str) -> Tensor:
     return terms.squeeze(1).clamp(min=0) / hidden
 
 
+def factor_error(r: Tensor, pre: Tensor, config: MHCConfig, norm: str) -> Tensor:
+    """Relative error of `rsqrt(mean_square + norm_eps)`, against y in fp64 and without its rounding. -> [T] fp64."""
+    size, _ = _sizes(r, pre)
+    truth = torch.rsqrt(size.square() + config.norm_eps)
+    return (torch.rsqrt(mean_square(r, pre, norm) + config.norm_eps) - truth).abs() / truth
+
+
 def roundings(hidden: int) -> int:
     """c, such that `inner_products` errs by at most gamma_c sum_ij pre_i pre_j |r_i| |r_j| / H.
 
@@ -122,6 +129,11 @@ def roundings(hidden: int) -> int:
     the pairs of streams, and the division by H.
     """
     return 2 * (COLUMNS + 1) + hidden // (BLOCKS * COLUMNS) - 1 + BLOCKS - 1 + 2 + 4 + 1
+
+
+def harmless_condition(hidden: int) -> float:
+    """Up to which `condition` inner products move the norm's factor by at most 2^-8, as rounding y may an element."""
+    return ((1 - (1 + U_BF16) ** -2) / gamma(roundings(hidden))) ** 0.5
 
 
 def factor_bound(r: Tensor, pre: Tensor, config: MHCConfig, norm: str, pre_off: float = 0.0) -> Tensor:
