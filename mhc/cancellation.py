@@ -71,7 +71,7 @@ def condition(r: Tensor, pre: Tensor) -> Tensor:
 def inner_products(r: Tensor) -> Tensor:
     """G as `quad` adds it up: 16 columns on a tensor core, then over a block's warps, then over blocks. -> [T, hc, hc].
 
-    A tensor core keeps no bits beyond those of fp32 here; later ones keep a few more.
+    A tensor core keeps no bits beyond those of fp32 here, a real one may keep a few: the bounds need none.
 
     Raises:
         ValueError: H cannot be split among blocks and tensor cores.
