@@ -49,6 +49,9 @@ def pre(
 ) -> PreOutput:
     """Collapse materialised streams into a layer input.
 
+    With hc 4 and H a multiple of 256 up to 4096, the CUDA kernel takes the norm from the streams' inner products, which
+    costs less than rounding y to bf16 does unless the weighted streams nearly cancel; bounds are in `mhc.cancellation`.
+
     Args:
         residual: [T, hc, H] bf16.
         fn: [M, hc * H] fp32.
@@ -165,7 +168,8 @@ def post_pre(
     """`post` then the next sub-layer's `pre`, which is what every layer runs twice.
 
     Arguments are those of `post` (the finished sub-layer) and `pre` (the next one). The new streams are rounded to
-    bf16 before the next pre reads them, exactly as if the two ops had run one after the other.
+    bf16 before the next pre reads them, exactly as if the two ops had run one after the other. What `pre` says of
+    streams that nearly cancel holds here.
 
     Returns:
         PreOutput whose `residual` [T, hc, H] holds the new streams.

@@ -163,6 +163,33 @@ def survival(curves: DataFrame, guaranteed: dict[str, float]) -> Figure:
     return figure
 
 
+def cancellation(points: DataFrame, harmless: float) -> Figure:
+    """Error of the norm's factor against how far the streams cancel, from inner products and from a sum of squares.
+
+    Args:
+        points: columns `kappa`, `norm`, `error`, `bound`.
+        harmless: condition number at which the bound of inner products is a bf16 ulp.
+    """
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(7.4, 4.2))
+    colors = {"inner_products": "#0072b2", "two_passes": "#d55e00"}
+    names = {"inner_products": "inner products", "two_passes": "two passes, of bf16(y)"}
+    for norm, points_of in points.groupby("norm", sort=False):
+        line = points_of.sort_values("kappa")
+        ax.plot(line["kappa"], line["error"].clip(lower=1e-9), "o", ms=3, color=colors[norm], label=names[norm])
+        ax.plot(line["kappa"], line["bound"], "--", color=colors[norm])
+    ax.plot([], [], "--", color=GREY, label="a-priori bound")
+    ax.axhline(2**-8, color=GREY, lw=1, ls=":")
+    ax.annotate("one bf16 ulp", (1, 2**-8 * 1.3), fontsize=9, color=GREY)
+    ax.axvline(harmless, color=GREY, lw=1, ls=":")
+    ax.set(xscale="log", yscale="log", ylim=(1e-9, 3e3), xlabel="condition number κ of the weighted streams")
+    ax.set_ylabel("relative error of the norm's factor")
+    ax.set_title(f"Inner products err by κ² u: up to κ = {harmless:.0f} by less than y's own rounding may")
+    ax.legend(loc="upper left")
+    return figure
+
+
 def public(mixes: DataFrame, steps: DataFrame, seen: tuple[float, float]) -> Figure:
     """Repeat against broadcast by arithmetic: largest difference of mixes and of the bf16 layer input, over T.
 

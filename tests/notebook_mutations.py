@@ -101,6 +101,19 @@ import mhc.arithmetic
 mhc.arithmetic.truncate_tf32 = mhc.arithmetic.nearest_tf32
 """
 
+INNER_PRODUCT_COUNTED_ONCE = """
+import mhc.cancellation
+
+right = mhc.cancellation.inner_products
+
+def wrong(r):  # of the first two streams, in one order only
+    products = right(r)
+    products[:, 0, 1] /= 2
+    return products
+
+mhc.cancellation.inner_products = wrong
+"""
+
 OP_OFF_BY_A_MILLIONTH = """
 import mhc, mhc.ops
 
@@ -167,6 +180,7 @@ MUTATIONS: list[Mutation] = [
     Mutation("02", "fold-in-fp32", FP32_FOLD),
     Mutation("02", "tf32-rounds-to-nearest", TF32_ROUNDS_TO_NEAREST),
     Mutation("02", "norm-rounds-y", NORM_ROUNDS_Y),
+    Mutation("02", "inner-product-counted-once", INNER_PRODUCT_COUNTED_ONCE),
     Mutation("02", "op-off-by-a-millionth", OP_OFF_BY_A_MILLIONTH),
     Mutation("03", "floor-counts-bytes-twice", WRONG_FLOOR),
     Mutation("04", "fold-drops-a-stream", WRONG_FOLD),

@@ -125,7 +125,7 @@ def _wanted(victim: Victim) -> list[Tensor]:
     return _outputs(victim, Emulated(lowered(victim.variant)), 0)
 
 
-class _One:
+class One:
     """Builds that know one kernel."""
 
     def __init__(self, emulated: Emulated) -> None:
@@ -136,7 +136,7 @@ class _One:
 
 
 def _outputs(victim: Victim, emulated: Emulated, seed: int) -> list[Tensor]:
-    on_emulator = EmulatedLaunch(_One(emulated))
+    on_emulator = EmulatedLaunch(One(emulated))
     on_emulator.seed = seed
     with mock.patch.object(launch, "kernel", on_emulator.kernel):
         return [t.contiguous() for t in _op(victim.op).call(problem(victim.config, victim.tokens))]

@@ -17,6 +17,7 @@ from mhc import cuda, export, launch
 from mhc.config import MHCConfig
 
 from .builds import Variant, variants
+from .cancelling import CANCELLED, assert_layer_input_within_bound, cancelling
 from .table import OPS, Op, Problem, assert_close_to_fp64, bits, problem
 
 pytestmark = [
@@ -122,6 +123,13 @@ def test_a_nan_stays_in_its_row(op: Op) -> None:
     for a, b in zip(op.call(clean), op.call(dirty), strict=True):
         assert torch.equal(bits(a[others]), bits(b[others]))
         assert b[9].isnan().all()
+
+
+@poisoned
+@pytest.mark.parametrize("op", CANCELLED, ids=str)
+def test_streams_that_cancel(op: Op) -> None:
+    p = on_gpu(cancelling(MHCConfig(4096)))
+    assert_layer_input_within_bound(op, p, "inner_products", op.call(p))
 
 
 def test_rows_past_the_32nd_bit() -> None:
