@@ -10,9 +10,10 @@ import tilelang.language as T
 
 from mhc.config import MHCConfig
 from mhc.kernels.parts import shares_before
-from mhc.kernels.quad_dot import CLUSTER, STREAMS, TILE, WORKERS, Quad, cut_fn, dot_tile, load_fn
+from mhc.kernels.quad_dot import CLUSTER, STREAMS, TILE, WORKERS, Quad, cut_fn, dot_tile, load_fn, map_tile
 from mhc.kernels.quad_finish import (
     BATCH,
+    HELPERS,
     THREADS,
     collapse_tile,
     gate_tile,
@@ -21,7 +22,6 @@ from mhc.kernels.quad_finish import (
     own_step,
     prefetch,
 )
-from mhc.kernels.quad_map import HELPERS, ROUNDS, cut_gates, load_gates, map_tile
 from mhc.kernels.quad_sums import GATE_PITCH, send_sums
 from mhc.kernels.remote import PRELUDE
 from mhc.kernels.signatures import of_streams
@@ -31,11 +31,10 @@ from mhc.kernels.split import PARTS, SLOTS
 def quad(config: MHCConfig, clusters: int, has_norm: bool, source: str):
     """Streams -> (new streams [T, 4, H], post [T, 4, 1], comb [T, 4, 4],) layer_input [T, H].
 
-    A cluster takes an equal share of the tokens, in tiles of 8. Workers project a tile and make the next one's streams
-    while they wait for each other. Then one half of them sends the sums of the first, the other collapses the tile
-    before, whose gates helpers have made; with every step they change places. Four slots suffice: of sums, since a peer
-    that sends step s + 4 has collapsed s + 2, for which it needed sums that half of this block's workers sent, the half
-    that had collapsed s, and so after helpers had read the sums of s.
+    A cluster takes an equal share of the tokens, in tiles of 8. Workers project a tile, make the next one's streams
+    while they wait for each other, send the sums of the first and collapse the tile before, whose gates helpers have
+    made. Four slots suffice: of sums, since a peer that sends step s + 4 has collapsed s + 2, for which it needed sums
+    that this block's workers sent after they had collapsed s, and so after helpers had read the sums of s.
 
     Args:
         config: shapes and constants; hc is 4, H a multiple of 256 and at most 4096.
@@ -45,6 +44,7 @@ def quad(config: MHCConfig, clusters: int, has_norm: bool, source: str):
             makes them from (o, x, post).
     """
     plan = Quad(config, source)
+    mapped = TILE if plan.is_post else 1
     tokens = T.dynamic("tokens")
 
     @T.macro
@@ -54,20 +54,23 @@ def quad(config: MHCConfig, clusters: int, has_norm: bool, source: str):
             tid = T.get_thread_binding()
             rank = block % CLUSTER
             x_tile = T.alloc_shared((SLOTS, TILE, plan.pitch), "bfloat16")
-            map_words = T.alloc_shared((SLOTS, TILE // 2, 16, 4), "uint32")
-            partial = T.alloc_shared((2, plan.warps, plan.partial), "float32")
+            x_words = T.view(x_tile, (SLOTS, TILE, plan.pitch // 2), "uint32")
+            o_tile = T.alloc_shared((SLOTS, mapped, plan.cols + 16), "bfloat16")
+            o_words = T.view(o_tile, (SLOTS, mapped, plan.cols // 2 + 8), "uint32")
+            map_gates = T.alloc_shared((SLOTS, mapped, plan.mixes), "float32")
+            partial = T.alloc_shared((2, plan.warps, plan.sums, TILE), "float32")
             gate_part = T.alloc_shared((SLOTS * CLUSTER * plan.gates * GATE_PITCH,), "float32")
             mix_part = T.alloc_shared((SLOTS * CLUSTER * plan.mixes,), "float32")
             softmax = T.alloc_shared((HELPERS, BATCH, STREAMS * STREAMS), "float32")
             lowest = T.alloc_shared((STREAMS, WORKERS, 4), "uint32")
             gates = T.alloc_shared((SLOTS, TILE, 8), "float32")
-            loaded = T.alloc_barrier([HELPERS * 32 * (2 if plan.is_post else 1)] * SLOTS)
+            loaded = T.alloc_barrier([HELPERS * 32] * SLOTS)
             projected = T.alloc_barrier([WORKERS])
             arrived = T.alloc_barrier([WORKERS] * SLOTS)
             gated = T.alloc_barrier([HELPERS * 32] * SLOTS)
-            read = T.alloc_barrier([WORKERS // 2] * SLOTS)
+            read = T.alloc_barrier([WORKERS] * SLOTS)
             sums, weights = (gate_part, mix_part, arrived), (scale, base)
-            sources = (o, r, old_post, old_comb)
+            sources, tiles = (o, r, old_post, old_comb), (o_tile, x_tile, map_gates)
 
             # a peer may send here once every block has initialised its barriers and arrived
             T.cluster_arrive_relaxed()
@@ -81,18 +84,18 @@ def quad(config: MHCConfig, clusters: int, has_norm: bool, source: str):
                 w = T.alloc_local((STREAMS * plan.row_tiles * 4,), "float32")
                 pairs = T.alloc_local((STREAMS * PARTS * plan.pairs * 4,), "uint32")
                 odd = T.alloc_local((STREAMS * 4,), "uint32")
-                top = T.alloc_local((STREAMS // 2 * 4,), "uint32")
+                top = T.alloc_local((STREAMS * 2,), "uint32")
                 load_fn(plan, fn, w, rank, tid)
                 cut_fn(plan, w, pairs, odd, top, lowest, tid)
                 # step s - 1 is projected, s mapped, s - 1 sent, s - 2 collapsed
                 for s in T.serial(share[2] + 2):
                     if s > 0 and s <= share[2]:
-                        dot_tile(plan, x_tile, (s - 1) % SLOTS, lowest, pairs, odd, top, partial, (s - 1) % 2, tid)
+                        dot_tile(plan, x_words, (s - 1) % SLOTS, lowest, pairs, odd, top, partial, (s - 1) % 2, tid)
                         T.mbarrier_arrive(projected[0])
                     if s < share[2]:
                         T.mbarrier_wait_parity(loaded[s % SLOTS], s // SLOTS % 2)
                         if plan.is_post:
-                            map_tile(plan, x_tile, map_words, s % SLOTS, tid)
+                            map_tile(plan, x_words, o_words, map_gates, s % SLOTS, tid)
                     if s > 0 and s <= share[2]:
                         T.mbarrier_wait_parity(projected[0], (s - 1) % 2)
                         if s == 1:
@@ -101,27 +104,17 @@ def quad(config: MHCConfig, clusters: int, has_norm: bool, source: str):
                         send_sums(plan, partial, (s - 1) % 2, sums, (s - 1) % SLOTS, count, rank, tid)
                     if s > 1:
                         last = (s - 2) % SLOTS
-                        if tid // (WORKERS // 2) == s % 2:
-                            T.mbarrier_wait_parity(gated[last], (s - 2) // SLOTS % 2)
-                            collapse_tile(
-                                plan, has_norm, gates, x_tile, weight, out, layer_input, share, s - 2, last, rank, tid
-                            )
-                            T.mbarrier_arrive(read[last])
+                        T.mbarrier_wait_parity(gated[last], (s - 2) // SLOTS % 2)
+                        collapse_tile(
+                            plan, has_norm, gates, x_tile, weight, out, layer_input, share, s - 2, last, rank, tid
+                        )
+                        T.mbarrier_arrive(read[last])
             else:
                 T.set_max_nreg(64, 0)
                 helpers_share = T.alloc_local((3,), "int32")
                 own_share(helpers_share, block // CLUSTER, tokens, clusters)
-                # of the tile that is loaded ahead of the last
-                w = T.alloc_local((SLOTS * ROUNDS * 2,), "float32")
-                if plan.is_post:
-                    for s in T.unroll(SLOTS):
-                        load_gates(plan, sources, w, s * ROUNDS * 2, helpers_share, s, tid)
                 for s in T.unroll(SLOTS):
-                    prefetch(plan, sources, x_tile, loaded, helpers_share, s, s, rank, tid)
-                if plan.is_post:
-                    for s in T.unroll(SLOTS):
-                        cut_gates(plan, w, s * ROUNDS * 2, map_words, s, tid)
-                        T.mbarrier_arrive(loaded[s])
+                    prefetch(plan, sources, tiles, loaded, helpers_share, s, s, rank, tid)
                 T.cluster_wait()
                 for s in T.serial(helpers_share[2]):
                     slot = s % SLOTS
@@ -130,22 +123,14 @@ def quad(config: MHCConfig, clusters: int, has_norm: bool, source: str):
                     is_own = helper(tid) == HELPERS - 1 - s % HELPERS
                     if is_own:
                         own_step(plan, sums, softmax, weights, post, helpers_share, s, slot, rank, tid)
-                    if helpers_share[0] + s * TILE + helper(tid) < helpers_share[1]:
-                        gate_tile(plan, has_norm, sums, gates, weights, slot, tid)
+                    gate_tile(plan, has_norm, sums, gates, weights, slot, tid)
                     T.mbarrier_arrive(gated[slot])
-                    # of the tile that was loaded last
-                    if plan.is_post and s > 1 and s + SLOTS - 2 < helpers_share[2]:
-                        cut_gates(plan, w, 0, map_words, (s - 2) % SLOTS, tid)
-                        T.mbarrier_arrive(loaded[(s - 2) % SLOTS])
                     if is_own and (s + HELPERS >= helpers_share[2] or s // HELPERS % BATCH == BATCH - 1):
                         own_comb(plan, softmax, comb, helpers_share, s, rank, tid)
                     # s - 1 has been collapsed, or soon will be
                     if s > 0 and s + SLOTS - 1 < helpers_share[2]:
-                        free = (s - 1) % SLOTS
-                        T.mbarrier_wait_parity(read[free], (s - 1) // SLOTS % 2)
-                        if plan.is_post:
-                            load_gates(plan, sources, w, 0, helpers_share, s + SLOTS - 1, tid)
-                        prefetch(plan, sources, x_tile, loaded, helpers_share, s + SLOTS - 1, free, rank, tid)
+                        T.mbarrier_wait_parity(read[(s - 1) % SLOTS], (s - 1) // SLOTS % 2)
+                        prefetch(plan, sources, tiles, loaded, helpers_share, s + SLOTS - 1, (s - 1) % SLOTS, rank, tid)
             # every block has waited for all that was sent to it, so none has to outlive the others
 
     return of_streams(config, tokens, source, body)

@@ -1,8 +1,8 @@
-"""Four streams: their projection as in `split`, accurate to fp32, and their inner products.
+"""Four streams: the post map that makes them, and their projection as in `split`, accurate to fp32.
 
-A warp takes 16 columns of every stream. So the slice of `fn` that a block keeps is as large as its slice of all four
-streams: hence clusters of 16 blocks. Of it, the lowest parts of two row tiles lie in shared memory: no registers are
-left for them.
+A lane makes 4 adjacent columns of one token in every stream and then feeds them to the tensor cores. Each stream is a
+step of 16 columns a warp, so the slice of `fn` that a block keeps is as large as its slice of all four streams: hence
+clusters of 16 blocks. Of it, the lowest parts of two row tiles lie in shared memory: no registers are left for them.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,8 @@ CLUSTER = 16  # more than a GPU need support; a Hopper one does
 WARPS = 16
 WORKERS = WARPS * 32
 TILE = 8  # tokens: as many as a tensor core takes
-# Pairs of streams whose inner products are summed, in the order of their places.
+# Pairs of streams whose inner products are summed, in the order of their places; see `gram`.
 GRAM = ((0, 0), (1, 1), (2, 2), (3, 3), (0, 1), (0, 2), (1, 2), (1, 3), (0, 3), (2, 3))
-GRAM_PITCH = 12  # floats between two tokens' inner products: a multiple of 4, and 8 tokens are in different banks
 
 
 @dataclass(frozen=True)
@@ -59,17 +58,9 @@ class Quad:
         return self.cols // 16
 
     @property
-    def stride(self) -> int:
-        """Columns from one stream of a token to the next in shared memory.
-
-        An odd multiple of 16 bytes, as is `pitch`: the 8 rows that a fragment is loaded from are in different banks.
-        """
-        return self.cols + 8
-
-    @property
     def pitch(self) -> int:
-        """Columns from one token to the next: its streams, and behind them the sub-layer's output."""
-        return (STREAMS + 1) * self.stride
+        """Of a token's streams: 16 columns of padding put 4 rows of a fragment into different banks."""
+        return STREAMS * self.cols + 16
 
     @property
     def rows(self) -> int:
@@ -77,9 +68,9 @@ class Quad:
         return self.config.mix_rows
 
     @property
-    def partial(self) -> int:
-        """Floats of a warp's sums of a tile: rows by tokens, then tokens by inner products."""
-        return self.rows * TILE + TILE * GRAM_PITCH
+    def sums(self) -> int:
+        """Values a token: the rows and the inner products."""
+        return self.rows + len(GRAM)
 
     @property
     def gates(self) -> int:
@@ -94,123 +85,172 @@ class Quad:
 
 @T.macro
 def load_fn(plan, fn, w, rank, tid):
-    """w = this lane's columns of each row tile and stream, two and two, as a fragment has them; nothing waits yet."""
+    """w = this lane's 4 columns of each row tile and stream; nothing waits yet."""
     if tid // 32 < plan.warps:
         for j in T.unroll(STREAMS):
             for n in T.unroll(plan.row_tiles):
-                for k in T.unroll(2):
-                    for e in T.vectorized(2):
-                        w[(j * plan.row_tiles + n) * 4 + k * 2 + e] = fn[
-                            n * 8 + tid % 32 // 4,
-                            j * plan.config.hidden_size + rank * plan.cols + first_col(tid) + tid % 4 * 2 + k * 8 + e,
-                        ]
+                for e in T.vectorized(4):
+                    w[(j * plan.row_tiles + n) * 4 + e] = fn[
+                        n * 8 + tid % 32 // 4, j * plan.config.hidden_size + rank * plan.cols + first_col(tid) + e
+                    ]
 
 
 @T.macro
 def cut_fn(plan, w, pairs, odd, top, lowest, tid):
-    """Cut what `load_fn` loaded into bf16 parts; a step is a stream.
-
-    Of `pairs` the lowest go to shared memory. top[j / 2] has the upper parts of two streams, 8 rows each.
-    """
-    upper = T.alloc_local((STREAMS * 2,), "uint32")
+    """Cut what `load_fn` loaded into bf16 parts; a step is a stream. Of `pairs` the lowest go to shared memory."""
     for j in T.unroll(STREAMS):
-        cut_step(plan, w, j * plan.row_tiles * 4, pairs, odd, upper, j)
-        for k in T.unroll(2):
-            top[j // 2 * 4 + k * 2 + j % 2] = upper[j * 2 + k]
+        cut_step(plan, w, j * plan.row_tiles * 4, pairs, odd, top, j)
         for e in T.vectorized(4):
             lowest[j, tid, e] = pairs[(j * PARTS + PARTS - 1) * 4 + e]
 
 
 def first_col(tid):
-    """Of the 16 columns that a warp takes."""
-    return tid // 32 * 16
+    """Of the 4 adjacent columns that a lane holds: a warp takes 16."""
+    return tid // 32 * 16 + tid % 4 * 4
 
 
 @T.macro
-def dot_tile(plan, x_tile, slot, lowest, pairs, odd, top, partial, at, tid):
-    """partial[at, warp] = this warp's share of `flat(r) @ fn.T` [M, 8] and of the streams' inner products [8, 10].
+def map_tile(plan, x_words, o_words, map_gates, slot, tid):
+    """The new streams of a tile, in place of what they are made of."""
+    if tid // 32 < plan.warps:
+        post_map(plan, x_words, o_words, map_gates, slot, tid % 32 // 4, first_col(tid))
+    # so that the compiler forgets the new streams and has their registers for the sums
+    T.sync_warp()
 
-    The tensor core truncates as it accumulates, so it adds up two streams at a time, the smallest products first.
-    """
+
+@T.macro
+def dot_tile(plan, x_words, slot, lowest, pairs, odd, top, partial, at, tid):
+    """partial[at, warp, :, t] = this warp's share of `flat(r) @ fn.T` and of the streams' inner products."""
     row = tid % 32 // 4
     quad = tid % 4
+    col = first_col(tid)
     warp = tid // 32
     x = T.alloc_local((STREAMS * 2,), "uint32")
-    a = T.alloc_local((8,), "uint32")
-    acc = T.alloc_local((12,), "float32")
-    inner = T.alloc_local((len(GRAM),), "float32")
+    a = T.alloc_local((4,), "uint32")
+    acc = T.alloc_local((4,), "float32")
+    total = T.alloc_local((6,), "float32")
     if warp < plan.warps:
+        for i in T.unroll(6):
+            total[i] = 0.0
         for i in T.unroll(STREAMS // 2):
-            load_pair(plan, x, i * 4, x_tile, slot, i * 2, tid % 32 // 16, tid // 8 % 2, tid)
-        for i in T.unroll(STREAMS // 2):
-            clear(acc, i * 4)
+            load_words(plan, x, x_words, slot, i * 2, 2, row, col)
+            # two streams at a time, and the smallest products first, as the tensor core truncates
+            clear(acc)
             for k in T.unroll(2):
                 for e in T.vectorized(4):
-                    a[k * 4 + e] = lowest[i * 2 + k, tid, e]
-                multiply(a, k * 4, x, (i * 2 + k) * 2, acc, i * 4)
+                    a[e] = lowest[i * 2 + k, tid, e]
+                multiply(a, 0, x, (i * 2 + k) * 2, acc)
             for part in T.unroll(PARTS - 1):
                 for k in T.unroll(2):
-                    multiply(pairs, ((i * 2 + k) * PARTS + PARTS - 2 - part) * 4, x, (i * 2 + k) * 2, acc, i * 4)
-        for e in T.unroll(4):
-            acc[e] = acc[e] + acc[4 + e]
-        for n in T.unroll(2):
-            for e in T.vectorized(2):
-                partial[at, warp, (n * 8 + row) * TILE + quad * 2 + e] = acc[n * 2 + e]
-        # the last row tile: the lower parts of all streams; the upper ones, of even streams above those of odd ones
-        for i in T.unroll(3):
-            clear(acc, i * 4)
-        for j in T.unroll(STREAMS):
-            multiply(odd, j * 4, x, j * 2, acc, 0)
-        for i in T.unroll(STREAMS // 2):
+                    multiply(pairs, ((i * 2 + k) * PARTS + PARTS - 2 - part) * 4, x, (i * 2 + k) * 2, acc)
+            for e in T.unroll(4):
+                total[e] = total[e] + acc[e]
+            clear(acc)
             for k in T.unroll(2):
-                multiply(top, i * 4, x, (i * 2 + k) * 2, acc, (1 + k) * 4)
-        for e in T.unroll(2):
-            acc[e] = (acc[e] + acc[2 + e]) + (acc[4 + e] + acc[8 + 2 + e])
-        for e in T.vectorized(2):
-            partial[at, warp, (16 + row) * TILE + quad * 2 + e] = acc[e]
-        # two streams times a third have two inner products a token on their diagonals
-        for i in T.unroll(STREAMS // 2):
-            load_pair(plan, a, i * 4, x_tile, slot, i * 2, tid // 8 % 2, tid % 32 // 16, tid)
-        inner_products(plan, inner, a, 0, x, 0, row)
-        inner_products(plan, inner, a, 0, x, 1, row)
-        inner_products(plan, inner, a, 0, x, 2, row)
-        inner_products(plan, inner, a, 0, x, 3, row)
-        inner_products(plan, inner, a, 1, x, 2, row)
-        inner_products(plan, inner, a, 1, x, 3, row)
-        if row // 2 == quad:
-            for n in T.unroll(2):
-                for e in T.vectorized(4):
-                    partial[at, warp, plan.rows * TILE + row * GRAM_PITCH + n * 4 + e] = inner[n * 4 + e]
+                multiply(odd, (i * 2 + k) * 4, x, (i * 2 + k) * 2, acc)
+            for e in T.unroll(2):
+                acc[e] = acc[e] + acc[2 + e]
+            for k in T.unroll(2):
+                j = i * 2 + k
+                for e in T.unroll(2):
+                    acc[2 + e] = 0.0
+                # tokens times themselves have the squares on their diagonal
+                for e in T.unroll(2):
+                    a[e * 2] = top[j * 2 + e]
+                    a[e * 2 + 1] = x[j * 2 + e]
+                multiply(a, 0, x, j * 2, acc)
+                if row // 2 == quad:
+                    partial[at, warp, plan.rows + j, row] = T.if_then_else(row % 2 == 0, acc[2], acc[3])
+            for e in T.unroll(2):
+                total[4 + e] = total[4 + e] + acc[e]
+        for n in T.unroll(plan.row_tiles):
             for e in T.vectorized(2):
-                partial[at, warp, plan.rows * TILE + row * GRAM_PITCH + 8 + e] = inner[8 + e]
+                partial[at, warp, n * 8 + row, quad * 2 + e] = total[n // 2 * 4 + n % 2 * 2 + e]
+        # read anew: there are no registers to keep them in
+        load_words(plan, x, x_words, slot, 0, STREAMS, row, col)
+        gram(plan, x, 0, partial, at, tid)
+        gram(plan, x, 1, partial, at, tid)
+        gram(plan, x, 2, partial, at, tid)
 
 
 @T.macro
-def load_pair(plan, x, at, x_tile, slot, first, stream, half, tid):
-    """x[at:] = 16 columns of 8 tokens in two streams, `first` and the next: four matrices of 8 x 8.
-
-    Args:
-        stream, half: of the matrix whose `tid % 8`th row this lane points at, the stream and the half of the columns.
-            The streams one after the other are two second operands, in turn they are the rows of a first one.
-    """
-    T.ptx_ldmatrix(
-        T.bool(False),
-        4,
-        T.access_ptr(x_tile[slot, tid % 8, (first + stream) * plan.stride + first_col(tid) + half * 8], "r", extent=8),
-        T.access_ptr(x[at], "w", extent=4),
-    )
+def load_words(plan, x, x_words, slot, first, count, row, col):
+    for k in T.unroll(count):
+        for e in T.vectorized(2):
+            x[(first + k) * 2 + e] = x_words[slot, row, ((first + k) * plan.cols + col) // 2 + e]
 
 
 @T.macro
-def inner_products(plan, inner, a, pair, x, j, row):
-    """inner[:] of streams 2 pair and 2 pair + 1, the rows of a[pair], with stream j: a lane has those of token `row`.
+def gram(plan, x, i, partial, at, tid):
+    """This warp's share of the inner products at places 4 + 2 i and 5 + 2 i of `GRAM`, which share a stream.
 
-    Only some lanes do: of the 8 x 8 products of tokens, a token's own are on the diagonal.
+    They are on the diagonals of two streams times a third, each stream's registers being laid out as an operand's.
     """
+    row = tid % 32 // 4
+    pair = STREAMS + 2 * i
+    upper, lower, shared = streams_of(pair)
+    a = T.alloc_local((4,), "uint32")
     acc = T.alloc_local((4,), "float32")
-    clear(acc, 0)
-    multiply(a, pair * 4, x, j * 2, acc, 0)
-    if pair * 2 <= j:
-        inner[GRAM.index((pair * 2, j))] = T.if_then_else(row % 2 == 0, acc[0], acc[1])
-    if pair * 2 + 1 <= j:
-        inner[GRAM.index((pair * 2 + 1, j))] = T.if_then_else(row % 2 == 0, acc[2], acc[3])
+    for k in T.unroll(2):
+        a[k * 2] = x[upper * 2 + k]
+        a[k * 2 + 1] = x[lower * 2 + k]
+    clear(acc)
+    multiply(a, 0, x, shared * 2, acc)
+    if row // 2 == tid % 4:
+        for e in T.unroll(2):
+            value = T.if_then_else(row % 2 == 0, acc[e * 2], acc[e * 2 + 1])
+            partial[at, tid // 32, plan.rows + pair + e, row] = value
+
+
+def streams_of(at):
+    """What pairs `at` and `at + 1` of `GRAM` do not share, and what they share."""
+    (shared,) = {*GRAM[at]} & {*GRAM[at + 1]}
+    return sum(GRAM[at]) - shared, sum(GRAM[at + 1]) - shared, shared
+
+
+@T.macro
+def post_map(plan, x_words, o_words, map_gates, slot, t, col):
+    """The new streams of a token's old ones and its output, in place, rounded to bf16: 4 columns of each."""
+    x = T.alloc_local((2,), "uint32")
+    o = T.alloc_local((2,), "uint32")
+    f = T.alloc_local((4,), "float32")
+    gate = T.alloc_local((STREAMS,), "float32")
+    value = T.alloc_local((STREAMS * 4,), "float32")
+    pair = T.alloc_local((2,), "bfloat16")
+    for e in T.vectorized(2):
+        o[e] = o_words[slot, t, col // 2 + e]
+    for e in T.vectorized(STREAMS):
+        gate[e] = map_gates[slot, t, e]
+    unpack(o, 0, f)
+    # r'[k] = post_k * o + sum_j comb[j, k] * r[j], or post_k * o + x
+    for k in T.unroll(STREAMS):
+        for e in T.unroll(4):
+            value[k * 4 + e] = gate[k] * f[e]
+    for j in T.unroll(plan.sources):
+        if plan.sources == STREAMS:
+            for e in T.vectorized(STREAMS):
+                gate[e] = map_gates[slot, t, (1 + j) * STREAMS + e]
+        for e in T.vectorized(2):
+            x[e] = x_words[slot, t, (j * plan.cols + col) // 2 + e]
+        unpack(x, 0, f)
+        for k in T.unroll(STREAMS):
+            for e in T.unroll(4):
+                if plan.sources == STREAMS:
+                    value[k * 4 + e] += gate[k] * f[e]
+                else:
+                    value[k * 4 + e] += f[e]
+    for k in T.unroll(STREAMS):
+        for i in T.unroll(2):
+            for e in T.vectorized(2):
+                pair[e] = T.cast(value[k * 4 + i * 2 + e], "bfloat16")
+            x[i] = T.reinterpret(pair[T.Ramp(0, 1, 2)], "uint32")
+        for e in T.vectorized(2):
+            x_words[slot, t, (k * plan.cols + col) // 2 + e] = x[e]
+
+
+@T.macro
+def unpack(words, at, f):
+    """f = the fp32 values of four bf16 in two registers."""
+    for i in T.unroll(2):
+        f[i * 2] = T.reinterpret(words[at + i] << T.uint32(16), "float32")
+        f[i * 2 + 1] = T.reinterpret(T.bitwise_and(words[at + i], T.uint32(0xFFFF0000)), "float32")

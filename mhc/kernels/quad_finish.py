@@ -4,10 +4,10 @@ import tilelang.language as T
 
 from mhc.kernels.parts import copy_async, sigmoid
 from mhc.kernels.quad_dot import CLUSTER, GRAM, STREAMS, TILE, WORKERS
-from mhc.kernels.quad_map import HELPERS
 from mhc.kernels.quad_sums import GATE_PITCH
 from mhc.kernels.sinkhorn import balance
 
+HELPERS = 4  # warps
 THREADS = WORKERS + HELPERS * 32
 BATCH = 16  # steps of a helper whose comb is computed at once: it takes as long for many tokens as for one
 # The two streams of the inner product that a lane holds, 2 bits a lane; lanes that hold none read stream 0.
@@ -33,35 +33,44 @@ def rows_of(tensor):
 
 
 @T.macro
-def prefetch(plan, sources, x_tile, loaded, share, step, slot, rank, tid):
+def prefetch(plan, sources, tiles, loaded, share, step, slot, rank, tid):
     """Start to copy what the tokens of a step are made of, the block's columns; a helper takes every fourth token.
 
     `loaded` counts a lane when its copies have landed.
     """
-    o, r = sources[:2]
+    o, r, old_post, old_comb = sources
+    o_tile, x_tile, map_gates = tiles
     t0, end = bounds(share, step)
-    col = tid % 32 * 8
+    lane = tid % 32
+    col = lane * 8
     # kept, or every address would be multiplied out anew
     at = T.alloc_local((1,), "int64")
     for i in T.unroll(TILE // HELPERS):
         t = i * HELPERS + helper(tid)
-        if t0 + t < end and col < plan.cols:
-            at[0] = T.cast(t0 + t, "int64") * plan.config.hidden_size + rank * plan.cols + col
+        if t0 + t < end:
+            at[0] = T.cast(t0 + t, "int64")
             if plan.is_post:
-                copy_async(x_tile[slot, t, STREAMS * plan.stride + col], rows_of(o)[at[0]], 8)
-            if plan.sources == STREAMS:
-                at[0] = at[0] + T.cast(t0 + t, "int64") * ((STREAMS - 1) * plan.config.hidden_size)
-            for j in T.unroll(plan.sources):
-                copy_async(x_tile[slot, t, j * plan.stride + col], rows_of(r)[at[0] + j * plan.config.hidden_size], 8)
+                if lane == 0:
+                    copy_async(map_gates[slot, t, 0], old_post[at[0], 0], STREAMS)
+                elif plan.sources == STREAMS:  # noqa: SIM102 (known to the compiler, unlike the next)
+                    if lane <= STREAMS:
+                        copy_async(map_gates[slot, t, lane * STREAMS], old_comb[at[0], (lane - 1) * STREAMS], STREAMS)
+            if col < plan.cols:
+                at[0] = at[0] * plan.config.hidden_size + rank * plan.cols + col
+                if plan.is_post:
+                    copy_async(o_tile[slot, t, col], rows_of(o)[at[0]], 8)
+                if plan.sources == STREAMS:
+                    at[0] = at[0] + T.cast(t0 + t, "int64") * ((STREAMS - 1) * plan.config.hidden_size)
+                for j in T.unroll(plan.sources):
+                    copy_async(x_tile[slot, t, j * plan.cols + col], rows_of(r)[at[0] + j * plan.config.hidden_size], 8)
     T.cp_async_barrier_noinc(loaded[slot])
 
 
 @T.macro
 def gate_tile(plan, has_norm, sums, gates, weights, slot, tid):
-    """gates[slot, t] = pre of a helper's tokens, and the factor of their norm: every block gates all tokens.
+    """gates[slot, t] = pre of a token, and the factor of its norm: every block gates all, half a warp a token.
 
-    Half a warp takes a token. y = sum_j pre_j r_j has mean(y^2) = pre' G pre / H, G being the streams' inner products:
-    no second exchange.
+    y = sum_j pre_j r_j has mean(y^2) = pre' G pre / H, G being the streams' inner products: no second exchange.
     """
     gate_part = sums[0]
     scale, base = weights
@@ -102,58 +111,52 @@ def gate_tile(plan, has_norm, sums, gates, weights, slot, tid):
 
 @T.macro
 def collapse_tile(plan, has_norm, gates, x_tile, weight, out, layer_input, share, step, slot, rank, tid):
-    """layer_input of a tile, and its new streams, by half of the workers: a warp a token, 8 columns a lane."""
+    """layer_input of a tile, and its new streams; a worker takes half of a token's columns."""
     t0, end = bounds(share, step)
-    t = tid // 32 % TILE
-    col = tid % 32 * 8
-    wb = T.alloc_local((8,), "bfloat16")
-    rb = T.alloc_local((8,), "bfloat16")
-    r = T.alloc_local((8,), "float32")
-    y = T.alloc_local((8,), "float32")
-    pre = T.alloc_local((STREAMS + 1,), "float32")
-    if t0 + t < end and col < plan.cols:
+    t = tid // 64
+    part = tid % 32 * 4
+    col = tid // 32 % 2 * (plan.cols // 2) + part
+    wb = T.alloc_local((4,), "bfloat16")
+    rb = T.alloc_local((4,), "bfloat16")
+    r = T.alloc_local((4,), "float32")
+    y = T.alloc_local((4,), "float32")
+    pre = T.alloc_local((STREAMS,), "float32")
+    if t0 + t < end and part < plan.cols // 2:
         # kept, or every address would be multiplied out anew
         at = T.alloc_local((1,), "int64")
         if has_norm:
-            for e in T.vectorized(8):
+            for e in T.vectorized(4):
                 wb[e] = weight[rank * plan.cols + col + e]
-            pre[STREAMS] = gates[slot, t, STREAMS]
         for e in T.vectorized(STREAMS):
             pre[e] = gates[slot, t, e]
-        for e in T.unroll(8):
+        for e in T.unroll(4):
             y[e] = 0.0
-        # in units of 8 columns, a lane's
-        at[0] = T.cast(t0 + t, "int64") * (STREAMS * plan.config.hidden_size // 8) + (rank * plan.cols + col) // 8
+        # in units of 4 columns, a lane's
+        at[0] = T.cast(t0 + t, "int64") * plan.config.hidden_size + (rank * plan.cols + col) // 4
         for j in T.unroll(STREAMS):
-            for e in T.vectorized(8):
-                rb[e] = x_tile[slot, t, j * plan.stride + col + e]
+            for e in T.vectorized(4):
+                rb[e] = x_tile[slot, t, j * plan.cols + col + e]
             if plan.is_post:
-                for e in T.vectorized(8):
-                    rows_of(out)[(at[0] + j * (plan.config.hidden_size // 8)) * 8 + e] = rb[e]
-            unpack(rb, r)
-            for e in T.unroll(8):
+                for e in T.vectorized(4):
+                    rows_of(out)[(at[0] + j * (plan.config.hidden_size // 4)) * 4 + e] = rb[e]
+            for e in T.vectorized(4):
+                r[e] = T.cast(rb[e], "float32")
+            for e in T.unroll(4):
                 y[e] += pre[j] * r[e]
-        for e in T.vectorized(8):
+        for e in T.vectorized(4):
             rb[e] = T.cast(y[e], "bfloat16")
         if has_norm:
             # layer_input = y * rsqrt(mean(y^2) + norm_eps) * weight
-            unpack(rb, y)
-            unpack(wb, r)
-            for e in T.unroll(8):
-                y[e] = y[e] * pre[STREAMS] * r[e]
-            for e in T.vectorized(8):
+            for e in T.vectorized(4):
+                y[e] = T.cast(rb[e], "float32")
+            for e in T.vectorized(4):
+                r[e] = T.cast(wb[e], "float32")
+            for e in T.unroll(4):
+                y[e] = y[e] * gates[slot, t, STREAMS] * r[e]
+            for e in T.vectorized(4):
                 rb[e] = T.cast(y[e], "bfloat16")
-        for e in T.vectorized(8):
+        for e in T.vectorized(4):
             layer_input[t0 + t, rank * plan.cols + col + e] = rb[e]
-
-
-@T.macro
-def unpack(pairs, f):
-    """f = the fp32 values of 8 bf16; a cast takes three instructions for two."""
-    for i in T.unroll(4):
-        two = T.reinterpret(pairs[T.Ramp(i * 2, 1, 2)], "uint32")
-        f[i * 2] = T.reinterpret(two << T.uint32(16), "float32")
-        f[i * 2 + 1] = T.reinterpret(T.bitwise_and(two, T.uint32(0xFFFF0000)), "float32")
 
 
 def stream_at(streams, place):

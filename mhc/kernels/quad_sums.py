@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from mhc.kernels.quad_dot import CLUSTER, GRAM_PITCH, STREAMS, TILE, WORKERS
+from mhc.kernels.quad_dot import CLUSTER, STREAMS, TILE, WORKERS
 from mhc.kernels.remote import arrive, gather_quad, send_quad
 
 GATE_PITCH = TILE + 4  # floats between two sums of a token that every block needs: a multiple of 4, padded
@@ -22,17 +22,15 @@ def send_sums(plan, partial, at, sums, slot, count, rank, tid):
     gate_lanes = plan.gates * TILE
     in_warps = -(-gate_lanes // 32) * 32  # the lanes of a warp exchange values
     mix_lanes = plan.mixes * TILE // 2
-    place = T.alloc_local((1,), "int32")
     value = T.alloc_local((2,), "float32")
     quad = T.alloc_local((8,), "float32")
     if turn < in_warps:
         q = T.min(turn, gate_lanes - 1)
         m = q // TILE
-        inner = plan.rows * TILE + q % TILE * GRAM_PITCH + m - STREAMS
-        place[0] = T.if_then_else(m < STREAMS, q, inner)
-        value[0] = partial[at, 0, place[0]]
+        row = T.if_then_else(m < STREAMS, m, m + plan.rows - STREAMS)
+        value[0] = partial[at, 0, row, q % TILE]
         for g in T.unroll(plan.warps - 1):
-            value[0] += partial[at, g + 1, place[0]]
+            value[0] += partial[at, g + 1, row, q % TILE]
         gather_quad(value, quad, lane)
         first = q % TILE // 4 * 4
         if turn < gate_lanes and first < count:
@@ -45,10 +43,10 @@ def send_sums(plan, partial, at, sums, slot, count, rank, tid):
         from_row = i // 16 * 4
         two = i // 4 % 4 * 2
         for e in T.vectorized(2):
-            value[e] = partial[at, 0, (STREAMS + from_row + lane % 4) * TILE + two + e]
+            value[e] = partial[at, 0, STREAMS + from_row + lane % 4, two + e]
         for g in T.unroll(plan.warps - 1):
             for e in T.vectorized(2):
-                quad[e] = partial[at, g + 1, (STREAMS + from_row + lane % 4) * TILE + two + e]
+                quad[e] = partial[at, g + 1, STREAMS + from_row + lane % 4, two + e]
             for e in T.unroll(2):
                 value[e] += quad[e]
         # the even lanes of four take the first token, the odd ones the second
