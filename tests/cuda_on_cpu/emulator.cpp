@@ -176,17 +176,31 @@ static void thread_main() {
   to_scheduler();
 }
 
-static void report_deadlock(const std::vector<std::vector<Thread*>>& units, size_t all) {
+// Threads that run until all of them wait; most units wait for one gate at most passes, which one look then tells.
+struct Unit {
+  std::vector<Thread*> threads;
+  const unsigned* gate = nullptr;  // of all of them, or null
+  unsigned seen = 0;
+  bool waits() const { return gate && *gate == seen; }
+  void note_gate() {
+    gate = threads.empty() ? nullptr : threads[0]->gate;
+    seen = gate ? threads[0]->seen : 0;
+    for (const Thread* t : threads)
+      if (t->gate != gate || t->seen != seen) gate = nullptr;
+  }
+};
+
+static void report_deadlock(const std::vector<Unit>& units, size_t all) {
   std::map<std::string, int> places;
   size_t waiting = 0;
   for (auto& unit : units)
-    for (Thread* t : unit) places[std::string(t->waits_at) + " (line " + std::to_string(t->line) + ")"]++, waiting++;
+    for (Thread* t : unit.threads) places[std::string(t->waits_at) + " (line " + std::to_string(t->line) + ")"]++, waiting++;
   std::string text;
   for (auto& [place, n] : places) text += ", " + std::to_string(n) + " wait at " + place;
   self = nullptr;
   dim3 index;
   for (auto& unit : units)
-    if (!unit.empty()) index = unit[0]->block->index;
+    if (!unit.threads.empty()) index = unit.threads[0]->block->index;
   fail("deadlock in block (%u,%u,%u): of %zu threads %zu exited%s", index.x, index.y, index.z, all, all - waiting,
        text.c_str());
 }
@@ -196,35 +210,41 @@ static void report_deadlock(const std::vector<std::vector<Thread*>>& units, size
 static void run_threads() {
   uint32_t seed = launch->seed;
   bool by_warp = seed < 2 || seed & 1;
-  std::vector<std::vector<Thread*>> units;
+  std::vector<Unit> units;
   for (Thread& t : threads) {
     if (units.empty() || (by_warp && t.lane() == 0)) units.emplace_back();
-    units.back().push_back(&t);
+    units.back().threads.push_back(&t);
   }
   if (seed == 1) {
     std::reverse(units.begin(), units.end());
-    for (auto& unit : units) std::reverse(unit.begin(), unit.end());
+    for (Unit& unit : units) std::reverse(unit.threads.begin(), unit.threads.end());
   }
   for (; !units.empty(); passes++) {
     if (seed > 1) std::shuffle(units.begin(), units.end(), dice);
     bool progress = false;
-    for (auto& unit : units) {
-      for (bool again = true; again; progress |= again) {
+    for (Unit& unit : units) {
+      auto& mine = unit.threads;
+      bool ran = false;
+      for (bool again = true; again; ran |= again) {
         again = false;
-        if (seed > 1) std::shuffle(unit.begin(), unit.end(), dice);
-        for (Thread* t : unit) {
+        if (seed > 1) std::shuffle(mine.begin(), mine.end(), dice);
+        if (!ran && unit.waits()) break;
+        for (Thread* t : mine) {
           if (t->done || (t->gate && *t->gate == t->seen)) continue;
           t->gate = nullptr, again = true, self = t;
           to_thread(t);
         }
       }
-      unit.erase(std::remove_if(unit.begin(), unit.end(), [](Thread* t) { return t->done; }), unit.end());
+      if (!ran) continue;
+      progress = true;
+      mine.erase(std::remove_if(mine.begin(), mine.end(), [](Thread* t) { return t->done; }), mine.end());
+      unit.note_gate();
     }
     if (!in_flight.empty() && (!progress || (seed > 1 && dice() % 4 == 0)))
       land_one(seed > 1 ? dice() % in_flight.size() : 0);
     else if (!progress)
       report_deadlock(units, threads.size());
-    units.erase(std::remove_if(units.begin(), units.end(), [](auto& u) { return u.empty(); }), units.end());
+    units.erase(std::remove_if(units.begin(), units.end(), [](const Unit& u) { return u.threads.empty(); }), units.end());
   }
 }
 
