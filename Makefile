@@ -1,5 +1,5 @@
 # make report   execute the notebooks and render build/report.html      make lab   open them in JupyterLab
-# make test     the tests, then every notebook at small sizes           make lint  ruff and mypy
+# make test     the tests and every notebook at small sizes            make lint  ruff and mypy
 # make test-gpu the GPU tests, then compute-sanitizer over every op: needs an NVIDIA GPU
 # Each sets up .venv on its first run; all it needs is python3 >= 3.11.
 
@@ -16,8 +16,7 @@ report: .venv/ok
 	$(BIN)/python -m mhc report
 
 test: .venv/ok
-	$(BIN)/python -m pytest tests --ignore=tests/vllm
-	$(BIN)/python -m pytest --nbmake --nbmake-timeout=300 notebooks
+	$(BIN)/python -m pytest --nbmake --nbmake-timeout=300 notebooks tests --ignore=tests/vllm
 
 test-gpu: .venv/ok
 	$(BIN)/python -m pytest tests --ignore=tests/vllm -m gpu

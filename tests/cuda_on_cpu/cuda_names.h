@@ -174,12 +174,12 @@ static inline void cudaTriggerProgrammaticLaunchCompletion() {}
 [[noreturn]] static inline void __trap() { emu::fail("__trap"); }
 
 static inline void __syncwarp(uint mask = ~0u, EMU_LINE) {
-  emu::exchange(mask, &mask, 4, "__syncwarp", line, [](emu::Slot*) {});
+  emu::exchange(mask, &mask, 4, "__syncwarp", line);
 }
 // A lane that the mask leaves out, or that has exited, hands over poison.
 template <class T> static inline T emu_shuffle(uint mask, T v, int source, const char* what, int line) {
   static_assert(sizeof(T) <= sizeof(emu::Slot));
-  const emu::Slot* slots = emu::exchange(mask, &v, sizeof v, what, line, [](emu::Slot*) {});
+  const emu::Slot* slots = emu::exchange(mask, &v, sizeof v, what, line);
   T r;
   memcpy(&r, &slots[source & 31], sizeof r);
   return r;
@@ -203,7 +203,7 @@ template <class T> static inline T __shfl_up_sync(uint mask, T v, int delta, int
 }
 static inline uint __ballot_sync(uint mask, int predicate, EMU_LINE) {
   uint vote = predicate != 0, ballot = 0;
-  const emu::Slot* slots = emu::exchange(mask, &vote, 4, "__ballot_sync", line, [](emu::Slot*) {});
+  const emu::Slot* slots = emu::exchange(mask, &vote, 4, "__ballot_sync", line);
   for (int lane = 0; lane < 32; lane++) {
     memcpy(&vote, &slots[lane], 4);
     if (vote == 1) ballot |= 1u << lane;  // poison is not 1

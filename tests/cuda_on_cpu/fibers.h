@@ -3,20 +3,9 @@
 #include <csetjmp>
 #include <csignal>
 #include <cstdarg>
-#include <cstdint>
 #include <cstdio>
-#include <cstring>
-#include <algorithm>
-#include <map>
 #include <random>
-#include <string>
-#include <vector>
-#include <sys/mman.h>
-#include <ucontext.h>
-
-struct dim3 {
-  unsigned x = 1, y = 1, z = 1;
-};
+#include "emulator.h"
 
 namespace emu {
 
@@ -25,116 +14,11 @@ constexpr int kPoison = 0xFF;  // NaN as bf16 and fp32, -1 as an integer
 constexpr uint64_t kCanary = 0x5AFE5AFE5AFE5AFE;
 constexpr long kSpinLimit = 1 << 22;
 
-// ---- what a launch is, and how it ends ----
-
-struct Launch {
-  dim3 grid, block, cluster;
-  uint64_t dynamic_shared, shared;  // bytes; `shared` also counts the static arrays placed behind the dynamic ones
-  uint32_t seed, concurrent;
-  void (*kernel)(void**);
-  void** args;
-};
-
-// A barrier opens when enough threads have arrived; its generation then moves on, which frees whoever waits for that.
-struct Barrier {
-  int arrived = 0, line = 0;
-  unsigned generation = 0;
-  void open() { arrived = 0, generation++; }
-};
-
-// The lanes of one mask exchange 32 bytes each. Two sets of slots: a fast lane may already fill the next round's while
-// slow ones still read this round's.
-struct alignas(16) Slot {
-  unsigned char bytes[32];
-};
-struct Meeting {
-  uint32_t arrived = 0;
-  unsigned generation = 0;
-  Slot slots[2][32];
-  void open() { arrived = 0, generation++; }
-};
-struct Warp {
-  uint32_t alive = 0;
-  std::map<uint32_t, Meeting> meetings;  // by mask
-};
-
-// An mbarrier opens when all arrivals of its phase and all bytes announced for it are in.
-struct MBarrier {
-  int expected = 0, pending = 0;
-  long bytes = 0;
-  unsigned generation = 0;
-  void settle() {
-    if (!pending && !bytes) pending = expected, generation++;
-  }
-};
-
-struct Cluster {
-  Barrier barrier;
-  int alive = 0;
-};
-
-struct Block {
-  dim3 index;
-  int rank = 0, threads = 0;  // rank in the cluster
-  int started = 0, alive = 0;
-  unsigned char* shared = nullptr;
-  Block* peers = nullptr;  // rank 0 of the cluster
-  Cluster* cluster = nullptr;
-  Barrier barriers[16];  // 0 is __syncthreads
-  int votes[2] = {0, 0};
-  std::map<size_t, MBarrier> mbarriers;  // by offset in shared memory
-  std::vector<Warp> warps;
-};
-
-struct Copy {
-  void* to;
-  const void* from;
-  size_t bytes;
-};
-
-// A thread's asynchronous copies in flight: the group it is adding to and those it has committed, oldest first.
-struct CopyGroups {
-  std::vector<Copy> open;
-  std::vector<std::vector<Copy>> committed;
-  void commit() {
-    committed.push_back(std::move(open));
-    open.clear();
-  }
-  void wait(size_t pending) {
-    while (committed.size() > pending) {
-      for (const Copy& c : committed.front()) memcpy(c.to, c.from, c.bytes);
-      committed.erase(committed.begin());
-    }
-  }
-  std::vector<Copy> take() {
-    commit();
-    std::vector<Copy> all;
-    for (const auto& group : committed) all.insert(all.end(), group.begin(), group.end());
-    committed.clear();
-    return all;
-  }
-};
-
-struct Thread {
-  void* stack_pointer = nullptr;
-  ucontext_t* context = nullptr;
-  unsigned char* stack = nullptr;
-  Block* block = nullptr;
-  dim3 index;
-  int linear = 0, line = 0;
-  const char* waits_at = nullptr;
-  const unsigned* gate = nullptr;  // the generation it waits for to move on from `seen`
-  unsigned seen = 0, cluster_phase = 0;
-  bool in_cluster_barrier = false, started = false, done = false;
-  CopyGroups loads;  // cp.async
-  Warp& warp() const { return block->warps[linear / 32]; }
-  int lane() const { return linear % 32; }
-};
-
-static const Launch* launch;
-static Thread* self;
-static Barrier grid_barrier;
-static long grid_threads, spins;
+const Launch* launch;
+Thread* self;
+Barrier grid_barrier;
+long grid_threads;
+static long spins;
 static unsigned passes;  // rounds of the scheduler
 static std::mt19937 dice;
 static void* scheduler_stack;
@@ -145,7 +29,7 @@ static uint64_t* fault_address;
 constexpr size_t kMessageBytes = 1024;
 
 // Ends the launch with a message; the fibers are simply abandoned.
-[[noreturn]] static void fail(const char* format, ...) {
+[[noreturn]] void fail(const char* format, ...) {
   va_list list;
   va_start(list, format);
   int n = vsnprintf(message, kMessageBytes, format, list);
@@ -214,13 +98,13 @@ static void wait_for(const unsigned& generation, unsigned seen, const char* what
 }
 
 // A polling loop gives way to the others at every look.
-static void give_way() {
+void give_way() {
   if (++spins > kSpinLimit)
     fail("polls a flag that nobody sets; a kernel that waits for other blocks must run with concurrent=True");
   wait_for(passes, passes, "an atomic", 0);
 }
 
-static void arrive_and_wait(Barrier& b, int expected, const char* what, int line, bool wait = true) {
+void arrive_and_wait(Barrier& b, int expected, const char* what, int line, bool wait) {
   unsigned seen = b.generation;
   if (++b.arrived == expected)
     b.open();
@@ -228,7 +112,7 @@ static void arrive_and_wait(Barrier& b, int expected, const char* what, int line
     wait_for(b.generation, seen, what, line);
 }
 
-static void block_barrier(int id, int threads, const char* what, int line, bool wait = true) {
+void block_barrier(int id, int threads, const char* what, int line, bool wait) {
   if (id < 0 || id > 15) fail("barrier %d does not exist, there are 16", id);
   Barrier& b = self->block->barriers[id];
   // named barriers may pair different places, __syncthreads may not
@@ -239,13 +123,13 @@ static void block_barrier(int id, int threads, const char* what, int line, bool 
 }
 
 // barrier.cluster counts the threads that have not exited, hence the look at every exit.
-static void cluster_arrive() {
+void cluster_arrive() {
   Cluster& c = *self->block->cluster;
   if (self->in_cluster_barrier) fail("cluster_arrive twice without a cluster_wait");
   self->in_cluster_barrier = true, self->cluster_phase = c.barrier.generation;
   if (++c.barrier.arrived == c.alive) c.barrier.open();
 }
-static void cluster_wait(int line) {
+void cluster_wait(int line) {
   Barrier& b = self->block->cluster->barrier;
   if (!self->in_cluster_barrier) fail("cluster_wait without a cluster_arrive");
   self->in_cluster_barrier = false;
@@ -253,8 +137,7 @@ static void cluster_wait(int line) {
 }
 
 // The lanes of `mask` lay `bytes` each on the table; the last to come may work on the table (`last`), then all read it.
-template <class Last>
-static const Slot* exchange(uint32_t mask, const void* value, size_t bytes, const char* what, int line, Last last) {
+const Slot* exchange(uint32_t mask, const void* value, size_t bytes, const char* what, int line, void (*last)(Slot*)) {
   static_assert(sizeof(Slot) == 32);
   Warp& warp = self->warp();
   uint32_t bit = 1u << self->lane();

@@ -26,7 +26,8 @@ from .guarded import POISON, Guarded, KernelError
 from .lowering import SIMT, Kernel, Lowered, cache_dir, lower
 
 HERE = Path(__file__).parent
-HEADERS = ("fibers.h", "emulator.h", "cuda_names.h", "tilelang_names.h")  # each includes the one before
+HEADERS = ("emulator.h", "cuda_names.h", "tilelang_names.h")  # what a kernel sees; each includes the one before
+EMULATOR = ("fibers.h", "emulator.cpp")  # the rest
 SCALARS: dict[str, Any] = {"int": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
 
 
@@ -179,17 +180,13 @@ def to_cpp(source: str, kernels: list[Kernel]) -> tuple[str, int]:
     )
     source = re.sub(r"__shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[(\d+)\];", place_static, source)
     entries = "".join(_entry(kernel) for kernel in kernels)
-    run_function = (
-        'extern "C" int emu_run(const emu::Launch* launch, char* message, uint64_t* fault) '
-        "{ return emu::guarded_run(launch, message, fault); }\n"
-    )
-    return f'#include "tilelang_names.h"\n#line 1 "kernel.cu"\n{source}\n{entries}{run_function}', static
+    return f'#include "tilelang_names.h"\n#line 1 "kernel.cu"\n{source}\n{entries}', static
 
 
 def _entry(kernel: Kernel) -> str:
     """A C function that unpacks an array of pointers into the kernel's arguments."""
     arguments = ", ".join(f"*({ctype}*)a[{i}]" for i, (ctype, _) in enumerate(kernel.parameters))
-    return f'extern "C" void enter_{kernel.name}(void** a) {{ {kernel.name}({arguments}); }}\n'
+    return f"EMU_EXPORT void enter_{kernel.name}(void** a) {{ {kernel.name}({arguments}); }}\n"
 
 
 SIZES = {
@@ -211,8 +208,8 @@ def build(text: str) -> ctypes.CDLL:
     Raises:
         NotImplementedError: the kernel uses something that the headers do not know.
     """
-    folder = _headers(*_flags())
-    command = ["g++", *_flags(), "-shared", f"-I{folder}", f"-I{HERE}"]
+    prepared = _prepared(*_flags())
+    command = ["g++", *_flags(), "-shared", f"-I{prepared}", f"-I{HERE}", str(prepared / "emulator.o")]
     digest = hashlib.sha256("\0".join([text, *command]).encode()).hexdigest()[:24]
     library = cache_dir() / f"{digest}.so"
     if not library.exists():
@@ -228,17 +225,18 @@ def build(text: str) -> ctypes.CDLL:
 
 
 @functools.cache
-def _headers(*flags: str) -> Path:
-    """A folder with the headers precompiled, named by their content; it halves the time of a kernel."""
-    texts = [(HERE / name).read_text() for name in HEADERS]
-    folder = cache_dir() / ("headers-" + hashlib.sha256("\0".join([*texts, *flags]).encode()).hexdigest()[:24])
+def _prepared(*flags: str) -> Path:
+    """A folder with the headers precompiled and the emulator compiled, most of the work of a kernel otherwise."""
+    texts = [(HERE / name).read_text() for name in (*HEADERS, *EMULATOR)]
+    folder = cache_dir() / ("emulator-" + hashlib.sha256("\0".join([*texts, *flags]).encode()).hexdigest()[:24])
     folder.mkdir(exist_ok=True)
-    header = folder / f"{HEADERS[-1]}.gch"
-    if not header.exists():
-        with tempfile.TemporaryDirectory(dir=cache_dir()) as work:
-            product = Path(work, "header.gch")
-            subprocess.run(["g++", *flags, "-x", "c++-header", str(HERE / HEADERS[-1]), "-o", str(product)], check=True)
-            product.replace(header)
+    header = [f"{HEADERS[-1]}.gch", "-x", "c++-header", HERE / HEADERS[-1]]
+    for name, *options in header, ["emulator.o", "-c", HERE / EMULATOR[-1]]:
+        if not (folder / name).exists():
+            with tempfile.TemporaryDirectory(dir=cache_dir()) as work:
+                product = Path(work, name)
+                subprocess.run(["g++", *flags, *options, "-o", product], check=True)
+                product.replace(folder / name)
     return folder
 
 
@@ -250,6 +248,7 @@ def _flags() -> list[str]:
         "-O2",
         "-w",
         "-fPIC",
+        "-fvisibility=hidden",
         "-fno-strict-aliasing",
         "-fwrapv",
         "-fno-stack-protector",

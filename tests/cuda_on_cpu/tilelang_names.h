@@ -233,7 +233,7 @@ static inline void mma_sync(float* c, const unsigned* a, const unsigned* b, EMU_
   if (emu::self->warp().alive != ~0u) emu::fail("mma.sync needs all 32 lanes");
   constexpr int p = bf16 ? 2 : 1;
   uint32_t mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
-  const emu::Slot* slots = emu::exchange(~0u, mine, sizeof mine, "mma.sync", line, [](emu::Slot*) {});
+  const emu::Slot* slots = emu::exchange(~0u, mine, sizeof mine, "mma.sync", line);
   // element e of register `index` of a lane; tf32 ignores the low 13 bits
   auto element = [&](int lane, int index, int e) {
     uint32_t word;
@@ -259,7 +259,7 @@ struct alignas(8) Barrier {
   size_t offset() const { return emu::shared_offset(this); }
   emu::MBarrier& here() const { return emu::mbarrier(*emu::self->block, offset()); }
   emu::MBarrier& at(int rank) const { return emu::mbarrier(emu::peer_block(rank), offset()); }
-  void init(uint32_t arrivals) const { emu::self->block->mbarriers[offset()] = {(int)arrivals, (int)arrivals}; }
+  void init(uint32_t arrivals) const { emu::mbarrier_init(offset(), arrivals); }
   void wait(uint32_t parity, EMU_LINE) const { emu::mbarrier_wait(here(), parity, line); }
   void arrive() const { emu::mbarrier_arrive(here(), 0); }
   void arrive(uint32_t rank, uint32_t predicate = 1) const {

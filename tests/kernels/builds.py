@@ -1,4 +1,7 @@
-"""Kernels built ahead, two processes at a time: lowered, compiled for the CPU, compiled for sm_90a."""
+"""Kernels built ahead, two processes at a time: lowered, compiled for the CPU, compiled for sm_90a.
+
+`conftest.py` begins with the session; a test's parameter with a method `begin(builds)` says what the test will need.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import functools
 import hashlib
 import math
 import multiprocessing
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
@@ -96,7 +100,8 @@ class Builds:
         """Queue a job once."""
         if key not in self._futures:
             if self._pool is None:
-                self._pool = ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn"))
+                context = multiprocessing.get_context("spawn")
+                self._pool = ProcessPoolExecutor(2, context, os.nice, (10,))  # the tests come first
             self._futures[key] = self._pool.submit(job, *arguments)
         return self._futures[key]
 
@@ -107,8 +112,9 @@ class Builds:
     def emulated(self, variant: Variant) -> Emulated:
         """The emulation, built."""
         if variant not in self._emulated:
-            self.submit(variant, build_emulation, variant).result()
-            self._emulated[variant] = Emulated(lowered(variant))
+            if variant in self._futures:
+                self._futures[variant].result()
+            self._emulated[variant] = Emulated(lowered(variant))  # built here where no one began
         return self._emulated[variant]
 
     def close(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
@@ -55,14 +56,33 @@ def on_emulator(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> EmulatedLaun
     return emulated
 
 
+BUILDS = pytest.StashKey[Builds]()
+HERE = Path(__file__).parent
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of this folder come last: what they need is built while the others run."""
+    items.sort(key=lambda item: HERE in item.path.parents)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin to build whatever the tests about to run will ask for, in their order."""
+    builds = session.config.stash[BUILDS] = Builds()
+    if session.config.option.collectonly:
+        return
+    for item in session.items:
+        for param in item.callspec.params.values() if hasattr(item, "callspec") else ():
+            if hasattr(param, "begin"):
+                param.begin(builds)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if BUILDS in session.config.stash:
+        session.config.stash[BUILDS].close()
+
+
 @pytest.fixture(scope="session")
-def builds(request: pytest.FixtureRequest) -> Iterator[Builds]:
-    """Builds, in the order of the tests, whatever the tests about to run will ask for."""
-    built = Builds()
-    for item in request.session.items:
-        case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
-        if hasattr(case, "variants"):  # other tests have cases too
-            for variant in case.variants():
-                built.want(variant)
-    yield built
-    built.close()
+def builds(request: pytest.FixtureRequest) -> Builds:
+    """What is built ahead."""
+    return request.config.stash[BUILDS]

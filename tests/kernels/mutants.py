@@ -16,7 +16,7 @@ from torch import Tensor
 from mhc import launch
 from mhc.config import MHCConfig
 
-from .builds import Variant, lowered, one_cluster, variants
+from .builds import Builds, Variant, lowered, one_cluster, variants
 from .conftest import EmulatedLaunch
 from .table import OPS, Op, problem
 
@@ -55,6 +55,9 @@ class Victim:
     def variant(self) -> Variant:
         with one_cluster():
             return variants(_op(self.op), self.config, (self.tokens,))[0]
+
+    def begin(self, builds: Builds) -> None:
+        builds.want(self.variant)
 
     def removals(self) -> list[tuple[int, int]]:
         """Spans of what is removed, each alone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_on_cpu.compile import Usage
 from cuda_on_cpu.lowering import lower
 from torch import Tensor
 
@@ -52,6 +54,10 @@ class Case:
     def variants(self) -> list[Variant]:
         with one_cluster() if self.scarce else contextlib.nullcontext():
             return variants(self.op, self.config, self.tokens)
+
+    def begin(self, builds: Builds) -> None:
+        for variant in self.variants():
+            builds.want(variant)
 
     def __str__(self) -> str:
         return f"{self.op}-H{self.hidden}" + (f"-hc{self.hc}" if self.hc != 4 else "")
@@ -136,20 +142,22 @@ def test_a_cluster_takes_many_tiles(case: Case, on_emulator: EmulatedLaunch) -> 
             assert torch.equal(bits(a), bits(b)), f"order {on_emulator.seed}"
 
 
+def op_named(name: str) -> Op:
+    return next(op for op in OPS if op.name == name)
+
+
 @pytest.mark.parametrize(
-    ("name", "hidden", "hc", "tokens"),
+    "case",
     [
-        ("post_pre", SMALL_QUAD, 4, FEWEST["quad"] * BATCH * HELPERS + 3),
-        *(("pre_broadcast-fused", SMALL, hc, 2 * 32 + 3) for hc in range(2, 9)),
+        Case(op_named("post_pre"), SMALL_QUAD, (FEWEST["quad"] * BATCH * HELPERS + 3,), scarce=True),
+        *(Case(op_named("pre_broadcast-fused"), SMALL, (2 * 32 + 3,), scarce=True, hc=hc) for hc in range(2, 9)),
     ],
+    ids=str,
 )
-def test_comb_of_more_steps_than_a_batch(
-    name: str, hidden: int, hc: int, tokens: int, on_emulator: EmulatedLaunch
-) -> None:
-    op = next(op for op in OPS if op.name == name)
-    p = problem(MHCConfig(hidden, hc), tokens)
+def test_comb_of_more_steps_than_a_batch(case: Case, on_emulator: EmulatedLaunch) -> None:
+    p = problem(case.config, *case.tokens)
     with one_cluster():
-        assert_close_to_fp64(op, p, op.call(p))
+        assert_close_to_fp64(case.op, p, case.op.call(p))
 
 
 @cases((65,), SMALL, SMALL_QUAD)
@@ -170,31 +178,37 @@ def test_warmup_knows_every_kernel_that_an_op_reaches(hidden: int, hc: int) -> N
     assert reached <= set(launch.reachable(config, max(ANY)))
 
 
-@pytest.fixture(scope="module")
-def cubins(builds: Builds) -> dict[int, Any]:
-    """Jobs that compile what runs here and, at every H, the smallest, a middle and the largest tile, by H."""
-    jobs = {}
-    for hidden in (SMALL, SMALL_QUAD, *REAL):
-        compiled: dict[Variant, None] = {}
-        for op in ops(hidden) if hidden == SMALL_QUAD else OPS:
-            normed = not op.name.endswith("unnormed")
-            if normed or hidden == SMALL:
-                tokens = EVERY_TILE if normed and hidden == SMALL else (*FEW, EVERY_TILE[-1]) if normed else FEW
-                compiled |= dict.fromkeys(variants(op, MHCConfig(hidden), tokens))
-        if hidden == SMALL:
-            post_pre = next(op for op in OPS if op.name == "post_pre")
-            compiled |= dict.fromkeys(v for hc in (2, 3) for v in variants(post_pre, MHCConfig(320, hc), (1,)))
-        jobs[hidden] = builds.submit(("cubins", hidden), build_cubins, list(compiled))
-    return jobs
+@dataclass(frozen=True)
+class Cubins:
+    """What is compiled at one H: what runs here and the smallest, a middle and the largest tile."""
+
+    hidden: int
+
+    def variants(self) -> list[Variant]:
+        found: dict[Variant, None] = {}
+        for op in ops(self.hidden) if self.hidden == SMALL_QUAD else OPS:
+            normed, small = not op.name.endswith("unnormed"), self.hidden == SMALL
+            if normed or small:
+                tokens = EVERY_TILE if normed and small else (*FEW, EVERY_TILE[-1]) if normed else FEW
+                found |= dict.fromkeys(variants(op, MHCConfig(self.hidden), tokens))
+        if self.hidden == SMALL:
+            found |= dict.fromkeys(v for hc in (2, 3) for v in variants(op_named("post_pre"), MHCConfig(320, hc), (1,)))
+        return list(found)
+
+    def begin(self, builds: Builds) -> Future[list[tuple[Variant, list[Usage]]]]:
+        return builds.submit(self, build_cubins, self.variants())
+
+    def __str__(self) -> str:
+        return str(self.hidden)
 
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 OTHER_SPILL_BYTES = {"quad": 448}  # 440 were seen with 0.1.15
 
 
-@pytest.mark.parametrize("hidden", [SMALL, SMALL_QUAD, *REAL])
-def test_compiles_for_sm90a_without_spills(hidden: int, cubins: dict[int, Any]) -> None:
-    compiled = cubins[hidden].result()
+@pytest.mark.parametrize("cubins", [Cubins(h) for h in (SMALL, SMALL_QUAD, *REAL)], ids=str)
+def test_compiles_for_sm90a_without_spills(cubins: Cubins, builds: Builds) -> None:
+    compiled = cubins.begin(builds).result()
     assert compiled
     assert all(len(kernels) == 1 for _, kernels in compiled)
     found = [(variant[0], variant[2:], kernels[0]) for variant, kernels in compiled if kernels[0].spills]
@@ -210,9 +224,9 @@ def spill_limit(name: str) -> int:
     return 0 if pinned else OTHER_SPILL_BYTES.get(name, 0)
 
 
-def test_workers_take_no_more_registers_than_helpers_leave(cubins: dict[int, Any]) -> None:
+def test_workers_take_no_more_registers_than_helpers_leave(builds: Builds) -> None:
     """Or `quad` would wait for them for ever, which the emulator, without registers, cannot show."""
-    compiled = [*cubins[SMALL_QUAD].result(), *cubins[REAL[0]].result()]
+    compiled = [usages for h in (SMALL_QUAD, REAL[0]) for usages in Cubins(h).begin(builds).result()]
     found = [(variant, usage) for variant, (usage,) in compiled if variant[0] == "quad"]
     assert {variant[-1] for variant, _ in found} == {"pre", "post_pre", "post_pre_collapsed"}
     for variant, usage in found:
