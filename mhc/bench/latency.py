@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers-site", action="append", default=[], help="folder first on the peers' PYTHONPATH")
     parser.add_argument("--peers-python", default=sys.executable, help="the peers' interpreter (default: this one)")
     parser.add_argument("--precompile", type=int, default=0, help="compile with this many processes before timing")
-    parser.add_argument("--out", type=Path, default=Path("notebooks/data"), help="folder of the record")
+    parser.add_argument(
+        "--out", type=Path, default=Path("notebooks/data"), help="folder of the record (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

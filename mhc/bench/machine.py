@@ -42,9 +42,10 @@ def git_state() -> tuple[str, bool]:
 
 
 def kernels_sha256() -> str:
-    """Digest of what a timing of kernels depends on: relative path and bytes of every file of `KERNEL_SOURCES`.
+    """Digest of what a kernel's time on the device depends on: paths and bytes of the files of `KERNEL_SOURCES`.
 
-    It tells what was timed where the commit cannot: in a modified tree, or after a rebase.
+    It tells what was timed where the commit cannot: in a modified tree, or after a rebase. Times of the host depend on
+    more.
     """
     digest = hashlib.sha256()
     for path in sorted(path for pattern in KERNEL_SOURCES for path in ROOT.glob(pattern)):
@@ -116,7 +117,7 @@ def host_cpu() -> str:
 
 
 def command_line() -> str:
-    """The command as typed, without the machine's folders."""
+    """The command as typed, its program without the folder; options as given."""
     name = "python -m mhc" if Path(sys.argv[0]).name == "__main__.py" else Path(sys.argv[0]).name
     return " ".join([name, *map(shlex.quote, sys.argv[1:])])
 

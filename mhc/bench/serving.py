@@ -32,7 +32,7 @@ DEFAULT_BUDGET_S = 240.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", type=_words, default=DEFAULT_MODES, help=f"of {', '.join(MODES)} (default: "
                         f"{','.join(DEFAULT_MODES)}); unpatched must be one")  # fmt: skip
-    parser.add_argument("--phases", type=_words, default=PHASES, help="in their order (default: %(default)s)")
+    parser.add_argument("--phases", type=_words, default=PHASES, help=f"in their order (default: {','.join(PHASES)})")
     parser.add_argument("--batch", type=int, default=16, help="prompts served at a time (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens a prompt (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=8, help="length of a prompt (default: %(default)s)")
@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                              "(default: %(default)s)")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of prompts and orders (default: %(default)s)")
     parser.add_argument("--model", type=Path, help="where to write the model folder (default: a temporary one)")
-    parser.add_argument("--out", type=Path, default=Path("notebooks/data"), help="folder of the record")
+    parser.add_argument(
+        "--out", type=Path, default=Path("notebooks/data"), help="folder of the record (default: %(default)s)"
+    )
 
 
 def plan(args: argparse.Namespace) -> tuple[Settings, Plan]:

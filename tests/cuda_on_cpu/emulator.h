@@ -18,7 +18,8 @@
 //     variant that runs; bulk copies without a tensor map do exist, to the blocks of a cluster and to global memory;
 //   - time, bank conflicts, occupancy, registers, fp16 and fp8.
 //
-// This header is what a kernel sees; `emulator.cpp` and `fibers.h` are the rest, compiled once and linked to every kernel.
+// Kernels see this header, through `cuda_names.h` and `tilelang_names.h`; `emulator.cpp` and `fibers.h` are the rest,
+// compiled once and linked to every kernel.
 #pragma once
 #include <cstdint>
 #include <cstring>

@@ -36,7 +36,7 @@ Variant = tuple[Any, ...]  # name of the kernel, arguments of its factory
 
 @contextlib.contextmanager
 def one_cluster() -> Iterator[None]:
-    """Every launch has a single cluster that takes few tokens at a time, two or at least eight: many steps."""
+    """Every launch has a single cluster that takes few tokens at a time, two, `quad` eight: many steps."""
 
     def pick(config: MHCConfig, tokens: int) -> launch.Variant:
         return launch.Variant(math.inf, 2, 1)
