@@ -67,14 +67,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Begin to build whatever the tests about to run will ask for, in their order."""
+    """Begin to build whatever the tests about to run will ask for, in their order, then to run what they check."""
     builds = session.config.stash[BUILDS] = Builds()
     if session.config.option.collectonly:
         return
-    for item in session.items:
-        for param in item.callspec.params.values() if hasattr(item, "callspec") else ():
-            if hasattr(param, "begin"):
-                param.begin(builds)
+    params = [param for item in session.items if hasattr(item, "callspec") for param in item.callspec.params.values()]
+    for step in ("begin", "begin_check"):  # whatever is built is built before anything runs
+        for param in params:
+            if hasattr(param, step):
+                getattr(param, step)(builds)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

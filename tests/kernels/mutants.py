@@ -18,7 +18,7 @@ from mhc.config import MHCConfig
 
 from .builds import Builds, Variant, lowered, one_cluster, variants
 from .conftest import EmulatedLaunch
-from .table import OPS, Op, problem
+from .table import op_named, problem
 
 BARRIER = re.compile(
     # the one behind the initialisation of barriers is TileLang's own
@@ -54,7 +54,7 @@ class Victim:
     @property
     def variant(self) -> Variant:
         with one_cluster():
-            return variants(_op(self.op), self.config, (self.tokens,))[0]
+            return variants(op_named(self.op), self.config, (self.tokens,))[0]
 
     def begin(self, builds: Builds) -> None:
         builds.want(self.variant)
@@ -73,10 +73,6 @@ VICTIMS = (
     # one that holds the compiler back, one that only more steps than a batch would need, one warp's lanes, as above
     Victim("post_pre", 512, 47, BARRIER, 3),
 )
-
-
-def _op(name: str) -> Op:
-    return next(op for op in OPS if op.name == name)
 
 
 def shifted(source: str, tensor: str) -> str:
@@ -142,4 +138,4 @@ def _outputs(victim: Victim, emulated: Emulated, seed: int) -> list[Tensor]:
     on_emulator = EmulatedLaunch(One(emulated))
     on_emulator.seed = seed
     with mock.patch.object(launch, "kernel", on_emulator.kernel):
-        return [t.contiguous() for t in _op(victim.op).call(problem(victim.config, victim.tokens))]
+        return [t.contiguous() for t in op_named(victim.op).call(problem(victim.config, victim.tokens))]

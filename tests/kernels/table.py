@@ -114,6 +114,14 @@ class Op:
     def __str__(self) -> str:
         return self.name
 
+    def __reduce__(self) -> tuple[Callable[[str], Op], tuple[str]]:
+        return op_named, (self.name,)  # to other processes
+
+
+def op_named(name: str) -> Op:
+    """Of `OPS`."""
+    return next(op for op in OPS if op.name == name)
+
 
 def _pre(p: Problem, r: Tensor, norm: bool) -> tuple[Tensor, Tensor, Tensor]:
     _, post, comb, y = reference.pre(r, p.fn, p.scale, p.base, None, p.config)

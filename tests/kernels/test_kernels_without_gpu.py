@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import re
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from cuda_on_cpu.compile import Usage
 from cuda_on_cpu.lowering import lower
-from torch import Tensor
 
 from mhc import launch
 from mhc.config import MHCConfig
@@ -23,55 +19,24 @@ from mhc.kernels.parts import PASS_CONFIGS
 from mhc.kernels.quad_dot import WORKERS
 from mhc.kernels.quad_finish import BATCH, HELPERS, THREADS
 
-from . import mutants
-from .builds import FEWEST, Builds, Variant, build_cubins, lowered, one_cluster, variants
+from . import checks, mutants
+from .builds import FEWEST, Builds, Variant, build_cubins, lowered, variants
+from .checks import ANY, EVERY_TILE, FEW, REAL, SMALL, SMALL_QUAD, Case, Check, inputs
 from .conftest import EmulatedLaunch
-from .table import OPS, Op, Problem, assert_close_to_fp64, bits, problem
+from .table import OPS, Op, op_named
 
-SMALL, REAL = 64, (4096, 5120, 7168)
-SMALL_QUAD = 512  # the kernel of that name takes no 64; two of its 16 warps then have columns
-SEEDS = (0, 1, 2)  # forward, backward, shuffled
-FEW = (1, 3, 65)
-EVERY_TILE = (1, 16, 40, 65, 121, 256)
-STEPS = 6  # the last one not full: more than any kernel has buffers, so that each is used again
-ANY = (*range(1, 150), 256, 600, 699)
+pytestmark = pytest.mark.timeout(1800)  # a test may wait for all that is still being built
 
 
-@dataclass(frozen=True)
-class Case:
-    """An op at one H and hc; `tokens` are the T it runs at, `scarce` says with a single cluster."""
-
-    op: Op
-    hidden: int
-    tokens: tuple[int, ...]
-    scarce: bool = False
-    hc: int = 4
-
-    @property
-    def config(self) -> MHCConfig:
-        return MHCConfig(self.hidden, self.hc)
-
-    def variants(self) -> list[Variant]:
-        with one_cluster() if self.scarce else contextlib.nullcontext():
-            return variants(self.op, self.config, self.tokens)
-
-    def begin(self, builds: Builds) -> None:
-        for variant in self.variants():
-            builds.want(variant)
-
-    def __str__(self) -> str:
-        return f"{self.op}-H{self.hidden}" + (f"-hc{self.hc}" if self.hc != 4 else "")
+def cases(check: Check, tokens: tuple[int, ...], *hidden: int) -> Any:
+    return pytest.mark.parametrize("case", [Case(check, op, h, tokens) for h in hidden for op in ops(h)], ids=str)
 
 
-def cases(tokens: tuple[int, ...], *hidden: int) -> Any:
-    return pytest.mark.parametrize("case", [Case(op, h, tokens) for h in hidden for op in ops(h)], ids=str)
-
-
-def normed_cases(tokens: tuple[int, ...], scarce: bool = False) -> Any:
+def normed_cases(check: Check, tokens: tuple[int, ...], scarce: bool = False) -> Any:
     """At the small H, without the unnormed ops; with a single cluster only those that it makes a difference to."""
-    chosen = [Case(op, h, tokens, scarce) for h in (SMALL, SMALL_QUAD) for op in ops(h)]
+    chosen = [Case(check, op, h, tokens, scarce) for h in (SMALL, SMALL_QUAD) for op in ops(h)]
     chosen = [c for c in chosen if not c.op.name.endswith("unnormed")]
-    chosen = [c for c in chosen if not scarce or c.variants() != Case(c.op, c.hidden, tokens).variants()]
+    chosen = [c for c in chosen if not scarce or c.variants() != replace(c, scarce=False).variants()]
     return pytest.mark.parametrize("case", chosen, ids=str)
 
 
@@ -87,87 +52,52 @@ def ops(hidden: int) -> list[Op]:
     return [op for op in OPS if not any(word in op.name for word in rare)]
 
 
-@functools.cache
-def inputs(config: MHCConfig) -> Problem:
-    return problem(config, EVERY_TILE[-1] if config.hidden_size in (SMALL, SMALL_QUAD) else FEW[-1])
+@cases(checks.against_fp64, FEW, SMALL, SMALL_QUAD, *REAL)
+def test_generated_cuda_against_fp64(case: Case, builds: Builds) -> None:
+    case.hold(builds)
 
 
-@cases(FEW, SMALL, SMALL_QUAD, *REAL)
-def test_generated_cuda_against_fp64(case: Case, on_emulator: EmulatedLaunch) -> None:
-    """fp32 outputs are within twice the error of torch's own fp32, bf16 ones within their roundings."""
-    op, all_rows = case.op, inputs(case.config)
-    for tokens in FEW:
-        p = all_rows.rows(tokens)
-        first: tuple[Tensor, ...] = ()
-        for seed in SEEDS:
-            on_emulator.seed, on_emulator.launches = seed, 0
-            got = op.call(p)
-            assert on_emulator.launches == op.launches
-            if first:
-                for a, b in zip(first, got, strict=True):
-                    assert torch.equal(bits(a), bits(b)), f"{op} depends on the order of threads, T = {tokens}"
-            first = first or got
-        assert_close_to_fp64(op, p, first)
+@pytest.mark.parametrize("hidden", [SMALL, 4096])
+def test_no_tokens_no_launch(hidden: int, on_emulator: EmulatedLaunch) -> None:
+    for op in ops(hidden):
+        p = inputs(MHCConfig(hidden)).rows(0)
+        got = op.call(p)
+        assert on_emulator.launches == 0, op
+        assert [t.shape for t in got] == [t.shape for t in op.value(p, got)], op
 
 
-@cases((), SMALL, 4096)
-def test_no_tokens_no_launch(case: Case, on_emulator: EmulatedLaunch) -> None:
-    p = inputs(case.config).rows(0)
-    got = case.op.call(p)
-    assert on_emulator.launches == 0
-    assert [t.shape for t in got] == [t.shape for t in case.op.value(p, got)]
+@normed_cases(checks.a_row_is_the_same_at_every_t, EVERY_TILE)
+def test_a_row_is_bitwise_the_same_at_every_t(case: Case, builds: Builds) -> None:
+    case.hold(builds)
 
 
-@normed_cases(EVERY_TILE)
-def test_a_row_is_bitwise_the_same_at_every_t(case: Case, on_emulator: EmulatedLaunch) -> None:
-    """Through every tile size, and so for any batch it may be part of."""
-    assert set(variants(case.op, case.config, EVERY_TILE)) == set(variants(case.op, case.config, ANY))
-    on_emulator.seed = 3
-    largest = case.op.call(inputs(case.config).rows(EVERY_TILE[-1]))
-    for tokens in EVERY_TILE[:-1]:
-        got = case.op.call(inputs(case.config).rows(tokens))
-        for a, b in zip(got, largest, strict=True):
-            assert torch.equal(bits(a), bits(b[:tokens])), f"T = {tokens} differs from T = {EVERY_TILE[-1]}"
+@normed_cases(checks.a_cluster_takes_many_tiles, (1,), scarce=True)
+def test_a_cluster_takes_many_tiles(case: Case, builds: Builds) -> None:
+    case.hold(builds)
 
 
-@normed_cases((1,), scarce=True)
-def test_a_cluster_takes_many_tiles(case: Case, on_emulator: EmulatedLaunch) -> None:
-    (name, *_) = launched_by(case.op, case.config)
-    p = inputs(case.config).rows(STEPS * FEWEST.get(name, 2) - 1)
-    plenty = case.op.call(p)
-    for on_emulator.seed in (*SEEDS, 3):
-        with one_cluster():
-            got = case.op.call(p)
-        for a, b in zip(got, plenty, strict=True):
-            assert torch.equal(bits(a), bits(b)), f"order {on_emulator.seed}"
-
-
-def op_named(name: str) -> Op:
-    return next(op for op in OPS if op.name == name)
+QUAD_STEPS = FEWEST["quad"] * BATCH * HELPERS + 3
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        Case(op_named("post_pre"), SMALL_QUAD, (FEWEST["quad"] * BATCH * HELPERS + 3,), scarce=True),
-        *(Case(op_named("pre_broadcast-fused"), SMALL, (2 * 32 + 3,), scarce=True, hc=hc) for hc in range(2, 9)),
+        Case(checks.comb_of_more_steps_than_a_batch, op_named(name), hidden, (tokens,), scarce=True, hc=hc)
+        for name, hidden, tokens, hcs in (
+            ("post_pre", SMALL_QUAD, QUAD_STEPS, (4,)),
+            ("pre_broadcast-fused", SMALL, 2 * 32 + 3, range(2, 9)),
+        )
+        for hc in hcs
     ],
     ids=str,
 )
-def test_comb_of_more_steps_than_a_batch(case: Case, on_emulator: EmulatedLaunch) -> None:
-    p = problem(case.config, *case.tokens)
-    with one_cluster():
-        assert_close_to_fp64(case.op, p, case.op.call(p))
+def test_comb_of_more_steps_than_a_batch(case: Case, builds: Builds) -> None:
+    case.hold(builds)
 
 
-@cases((65,), SMALL, SMALL_QUAD)
-def test_a_nan_stays_in_its_row(case: Case, on_emulator: EmulatedLaunch) -> None:
-    clean = inputs(case.config).rows(65)
-    dirty = clean.with_nan(9)
-    others = torch.arange(65) != 9
-    for a, b in zip(case.op.call(clean), case.op.call(dirty), strict=True):
-        assert torch.equal(bits(a[others]), bits(b[others]))
-        assert b[9].isnan().all()
+@cases(checks.a_nan_stays_in_its_row, (65,), SMALL, SMALL_QUAD)
+def test_a_nan_stays_in_its_row(case: Case, builds: Builds) -> None:
+    case.hold(builds)
 
 
 @pytest.mark.parametrize("hidden", [SMALL, SMALL_QUAD, *REAL])
