@@ -3,7 +3,7 @@
 import tilelang.language as T
 
 from mhc.config import MHCConfig
-from mhc.kernels.gates import finish_tile, own_comb, own_logits, store_residual
+from mhc.kernels.gates import finish_tile, own_comb, own_logits
 from mhc.kernels.parts import CLUSTER, copy_async, flat, shares_before
 from mhc.kernels.remote import PRELUDE, arrive, gather_quad, send_quad
 from mhc.kernels.split import PARTS, SLOTS, X_SLOTS, Slices, cut_fn, dot_tile, load_fn
@@ -47,7 +47,7 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
             pairs = T.alloc_local((max(plan.steps_held * PARTS * plan.pairs * 4, 1),), "uint32")
             odd = T.alloc_local((plan.steps_held * 4,), "uint32")
             top = T.alloc_local((plan.steps_held * 2,), "uint32")
-            sums, weights, into = (gate_part, arrived), (scale, base, weight), (post, layer_input, factor)
+            sums, weights, into = (gate_part, arrived), (scale, base, weight), (residual, post, layer_input, factor)
 
             # a peer may send here once every block has initialised its barriers and arrived
             T.cluster_arrive_relaxed()
@@ -101,9 +101,6 @@ def fused(config: MHCConfig, tile: int, clusters: int, has_norm: bool, outputs: 
                         if s == 0:
                             T.cluster_wait()
                         send_sums(plan, partial, gate_part, mix_part, arrived, s % SLOTS, end - t0, rank, tid)
-                        if outputs == "all":
-                            # needs no sums, and so fills the wait for them
-                            store_residual(plan, x_tile, residual, s % X_SLOTS, rank, t0, end, tid)
                     if s > 0:
                         last_t0, last_end = bounds(share, s - 1)
                         finish_tile(

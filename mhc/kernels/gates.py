@@ -12,7 +12,7 @@ def finish_tile(plan, has_norm, outputs, sums, x_tile, weights, into, step, rank
     """All of a tile but comb, once its sums are there; a warp a token, which every block gates."""
     gate_part, arrived = sums
     scale, base, weight = weights
-    post, layer_input, factor = into
+    residual, post, layer_input, factor = into
     lane = tid % 32
     hc = plan.config.hc_mult
     slot = step % SLOTS
@@ -61,28 +61,13 @@ def finish_tile(plan, has_norm, outputs, sums, x_tile, weights, into, step, rank
                     if col < plan.cols:
                         for e in T.vectorized(8):
                             xb[e] = x_tile[step % X_SLOTS, t, col + e]
+                        if outputs == "all":
+                            for j in T.unroll(hc):
+                                for e in T.vectorized(8):
+                                    residual[T.cast(token[0], "int64"), j, rank * plan.cols + col + e] = xb[e]
                         scale_row(has_norm, xb, wb, v * 8, p[0], rstd)
                         for e in T.vectorized(8):
                             layer_input[token[0], rank * plan.cols + col + e] = xb[e]
-
-
-@T.macro
-def store_residual(plan, x_tile, residual, slot, rank, t0, end, tid):
-    """residual[t, j] = x[t] for every j, the block's columns of a tile; a warp a token."""
-    token = T.alloc_local((1,), "int32")  # kept, as in `finish_tile`
-    xb = T.alloc_local((8,), "bfloat16")
-    for i in T.unroll(plan.rounds):
-        t = i * plan.warps + tid // 32
-        token[0] = t0 + t
-        if token[0] < end:
-            for v in T.unroll(plan.vecs):
-                col = (v * 32 + tid % 32) * 8
-                if col < plan.cols:
-                    for e in T.vectorized(8):
-                        xb[e] = x_tile[slot, t, col + e]
-                    for j in T.unroll(plan.config.hc_mult):
-                        for e in T.vectorized(8):
-                            residual[T.cast(token[0], "int64"), j, rank * plan.cols + col + e] = xb[e]
 
 
 @T.macro
