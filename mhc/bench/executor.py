@@ -13,12 +13,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
 import torch
 
-from mhc.bench import impls, timing
+from mhc.bench import impls, machine, timing
 from mhc.bench.inputs import VOCAB, Inputs
 from mhc.bench.work import work
 from mhc.config import MHCConfig
@@ -135,9 +134,7 @@ class Remote:
     """
 
     def __init__(self, seed: int, vocab: int = VOCAB, python: str = sys.executable, site: Sequence[str] = ()) -> None:
-        package = Path(__file__).resolve().parents[2]
-        path = [*site, str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+        environment = os.environ | {"PYTHONPATH": machine.python_path(*site)}
         if site and "TILELANG_CACHE_DIR" in environment:  # two versions of TileLang must not share a cache
             environment["TILELANG_CACHE_DIR"] += "-peers"
         self._process = subprocess.Popen(
@@ -186,7 +183,7 @@ class Remote:
 
 def serve(executor: Executor, commands: IO[str], answers: IO[str]) -> None:
     """Answer JSON lines `[name, *args]` until the input ends."""
-    from mhc.bench import machine, peers
+    from mhc.bench import peers
 
     for line in commands:
         name, *args = json.loads(line)

@@ -23,6 +23,7 @@ from typing import Any
 from mhc.bench import hardware, records, summary
 from mhc.bench.executor import Executor, Local, Point, Remote
 from mhc.bench.inputs import VOCAB
+from mhc.bench.options import ints, words
 from mhc.bench.timing import interleave
 from mhc.bench.work import IMPLS, OPS, work
 from mhc.config import MHCConfig
@@ -37,17 +38,17 @@ PEERS = ("vllm_repeat", "vllm_broadcast", "vllm_post_pre", "tilekernels_repeat")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--T", type=_ints, default=TOKENS, help="tokens, comma-separated (default: 1 to 8192)")
-    parser.add_argument("--H", type=_ints, default=HIDDEN, help="hidden sizes (default: 4096,5120,7168)")
-    parser.add_argument("--ops", type=_words, default=OPS, help=f"of {', '.join(OPS)} (default: all)")
-    parser.add_argument("--impls", type=_words, help="only these implementations")
+    parser.add_argument("--T", type=ints, default=TOKENS, help="tokens, comma-separated (default: 1 to 8192)")
+    parser.add_argument("--H", type=ints, default=HIDDEN, help="hidden sizes (default: 4096,5120,7168)")
+    parser.add_argument("--ops", type=words, default=OPS, help=f"of {', '.join(OPS)} (default: all)")
+    parser.add_argument("--impls", type=words, help="only these implementations")
     parser.add_argument(
         "--timers",
-        type=_words,
+        type=words,
         default=("cuda_graph", "eager", "cpu_call"),
         help="of cuda_graph, eager, cpu_call, published (default: the first three)",
     )
-    parser.add_argument("--l2", type=_words, default=("warm", "cold"), help="L2 states (default: warm,cold)")
+    parser.add_argument("--l2", type=words, default=("warm", "cold"), help="L2 states (default: warm,cold)")
     parser.add_argument("--rounds", type=int, default=3, help="shuffled rounds, at least 3 (default: %(default)s)")
     parser.add_argument("--samples", type=int, default=10, help="samples a point and round (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of inputs and orders (default: %(default)s)")
@@ -241,11 +242,3 @@ def _line(
         "error": answer["error"],
         "samples_us": samples_us,
     }
-
-
-def _ints(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
-
-
-def _words(text: str) -> list[str]:
-    return text.split(",")

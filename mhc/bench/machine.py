@@ -41,6 +41,11 @@ def git_state() -> tuple[str, bool]:
         raise RuntimeError("the commit is unknown: run inside the git repository or set MHC_GIT_SHA=<sha>") from None
 
 
+def python_path(*first: str) -> str:
+    """PYTHONPATH of another process of this package: these folders, the package's, what is there already."""
+    return os.pathsep.join([*first, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def kernels_sha256() -> str:
     """Digest of what a kernel's time on the device depends on: paths and bytes of the files of `KERNEL_SOURCES`.
 

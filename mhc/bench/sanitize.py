@@ -35,6 +35,7 @@ import mhc
 from mhc import export, launch
 from mhc.bench import machine
 from mhc.bench.inputs import Buffers, Inputs
+from mhc.bench.options import words
 from mhc.bench.work import BLOCK_TOKENS
 from mhc.config import MHCConfig
 
@@ -219,8 +220,8 @@ def sanitize(op: str, tool: str, args: argparse.Namespace, sanitizer: str, envir
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--T", type=int, default=9, help="tokens (default: %(default)s)")
     parser.add_argument("--H", type=int, default=4096, help="hidden size (default: %(default)s)")
-    parser.add_argument("--ops", type=_words, default=tuple(OPS), help=f"of {', '.join(OPS)} (default: all)")
-    parser.add_argument("--tools", type=_words, default=tuple(TOOLS), help=f"of {', '.join(TOOLS)} (default: both)")
+    parser.add_argument("--ops", type=words, default=tuple(OPS), help=f"of {', '.join(OPS)} (default: all)")
+    parser.add_argument("--tools", type=words, default=tuple(TOOLS), help=f"of {', '.join(TOOLS)} (default: both)")
     parser.add_argument("--limit-s", type=float, default=120.0, help="seconds for each process (default: %(default)g)")
     parser.add_argument(
         "--out",
@@ -276,17 +277,12 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    path = [str(machine.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {
-        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONPATH": machine.python_path(),
         export.FOLDER: str(folder.resolve()),
         # a tensor is then an allocation of its own, whose end memcheck knows
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
     }
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
 
 
 def main(argv: Sequence[str]) -> int:

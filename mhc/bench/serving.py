@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mhc.bench import records, serving_model
+from mhc.bench.options import ints, words
 from mhc.bench.serving_engine import ENVIRONMENT, Engine, Settings, VllmEngine
 from mhc.bench.serving_phases import MODES, PHASES, Plan, Timetable, measure
 from mhc.vllm_plugin import installed
@@ -30,14 +31,14 @@ DEFAULT_BUDGET_S = 240.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--modes", type=_words, default=DEFAULT_MODES, help=f"of {', '.join(MODES)} (default: "
+    parser.add_argument("--modes", type=words, default=DEFAULT_MODES, help=f"of {', '.join(MODES)} (default: "
                         f"{','.join(DEFAULT_MODES)}); unpatched must be one")  # fmt: skip
-    parser.add_argument("--phases", type=_words, default=PHASES, help=f"in their order (default: {','.join(PHASES)})")
+    parser.add_argument("--phases", type=words, default=PHASES, help=f"in their order (default: {','.join(PHASES)})")
     parser.add_argument("--batch", type=int, default=16, help="prompts served at a time (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens a prompt (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=8, help="length of a prompt (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=8, help="alternating repetitions (default: %(default)s)")
-    parser.add_argument("--replay-batches", type=_ints, default=(1, 16, 64),
+    parser.add_argument("--replay-batches", type=ints, default=(1, 16, 64),
                         help="requests of a replayed step, 7 draft tokens each (default: 1,16,64)")  # fmt: skip
     parser.add_argument("--replays", type=int, default=200, help="replays a mode and size (default: %(default)s)")
     parser.add_argument("--tp", type=int, default=1, help="GPUs, with expert parallel (default: %(default)s)")
@@ -127,11 +128,3 @@ def record(engine: Engine, settings: Settings, wanted: Plan, out: Path, started:
     with records.Recorder(path, run_line) as recorder:
         measure(engine, wanted, recorder, Timetable(started, budget_s))
     return path
-
-
-def _ints(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(","))
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
