@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mhc import launch
+from mhc.checks import BF16, FP32
 from mhc.config import MHCConfig
 from mhc.launch import PROJECT_TILE, of_streams, one_stream
 
@@ -25,7 +26,6 @@ try:
 except ImportError:  # torch promises it to nobody
     _empty_strided_cuda = None
 
-BF16, FP32 = torch.bfloat16, torch.float32
 CALLS_KEPT = 16384  # of (op, config, T), 1.4 KB each; a new one costs 15 us
 
 Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mhc import cuda, reference
+from mhc.checks import BF16, FP32
 from mhc.config import MHCConfig
 
-BF16, FP32 = torch.bfloat16, torch.float32
 CHUNK_ROWS = 8192  # of an embedding at a time, on CPU
 
 

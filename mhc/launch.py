@@ -16,8 +16,6 @@ import torch
 
 from mhc.config import MHCConfig
 
-BF16, FP32 = torch.bfloat16, torch.float32
-
 
 class Variant(NamedTuple):
     """Up to `most` tokens: `tile` tokens a cluster, at most `clusters` clusters.
