@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from unittest import mock
 
@@ -56,16 +57,8 @@ class Case:
         for variant in self.variants():
             builds.want(variant)
 
-    def begin_check(self, builds: Builds) -> None:
-        builds.submit(self, run, self)
-
-    def hold(self, builds: Builds) -> None:
-        """Wait for the check.
-
-        Raises:
-            Exception: what the check raised.
-        """
-        builds.submit(self, run, self).result()
+    def begin_check(self, builds: Builds) -> Future[None]:
+        return builds.submit(self, run, self)
 
     def __str__(self) -> str:
         return f"{self.op}-H{self.hidden}" + (f"-hc{self.hc}" if self.hc != 4 else "")

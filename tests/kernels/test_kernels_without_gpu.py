@@ -54,7 +54,7 @@ def ops(hidden: int) -> list[Op]:
 
 @cases(checks.against_fp64, FEW, SMALL, SMALL_QUAD, *REAL)
 def test_generated_cuda_against_fp64(case: Case, builds: Builds) -> None:
-    case.hold(builds)
+    case.begin_check(builds).result()
 
 
 @pytest.mark.parametrize("hidden", [SMALL, 4096])
@@ -68,12 +68,12 @@ def test_no_tokens_no_launch(hidden: int, on_emulator: EmulatedLaunch) -> None:
 
 @normed_cases(checks.a_row_is_the_same_at_every_t, EVERY_TILE)
 def test_a_row_is_bitwise_the_same_at_every_t(case: Case, builds: Builds) -> None:
-    case.hold(builds)
+    case.begin_check(builds).result()
 
 
 @normed_cases(checks.a_cluster_takes_many_tiles, (1,), scarce=True)
 def test_a_cluster_takes_many_tiles(case: Case, builds: Builds) -> None:
-    case.hold(builds)
+    case.begin_check(builds).result()
 
 
 QUAD_STEPS = FEWEST["quad"] * BATCH * HELPERS + 3
@@ -92,12 +92,12 @@ QUAD_STEPS = FEWEST["quad"] * BATCH * HELPERS + 3
     ids=str,
 )
 def test_comb_of_more_steps_than_a_batch(case: Case, builds: Builds) -> None:
-    case.hold(builds)
+    case.begin_check(builds).result()
 
 
 @cases(checks.a_nan_stays_in_its_row, (65,), SMALL, SMALL_QUAD)
 def test_a_nan_stays_in_its_row(case: Case, builds: Builds) -> None:
-    case.hold(builds)
+    case.begin_check(builds).result()
 
 
 @pytest.mark.parametrize("hidden", [SMALL, SMALL_QUAD, *REAL])
