@@ -39,7 +39,8 @@ MANY_STREAMS = (
     Variant(120, 8, 15),
     Variant(float("inf"), 16, 15),
 )
-FOUR_STREAMS = (Variant(32, 8, 4), Variant(float("inf"), 8, 7))  # of 16 blocks; other tiles `quad` has not
+# of 16 blocks; other tiles `quad` has not
+FOUR_STREAMS = (Variant(1, 8, 1), Variant(32, 8, 4), Variant(float("inf"), 8, 7))
 PROJECT_TILE = 4
 
 

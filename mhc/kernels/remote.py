@@ -6,8 +6,9 @@ waited for all that is sent to it need not wait for its peers before it ends.
 
 import tilelang.language as T
 
-# TileLang has no name for this instruction. `mhc_send` stores four floats in the shared memory of block `rank`, at the
-# same place as here, and counts their bytes there at a barrier.
+# TileLang has no names for these instructions. `mhc_send` stores four floats in the shared memory of block `rank`, at
+# the same place as here, and counts their bytes there at a barrier. `mhc_prefetch` has L2 fetch what it lacks: not a
+# read, so it can come before a kernel has waited for the one ahead, whose stores go through L2.
 PRELUDE = """
 #if defined(__CUDACC__) && !defined(MHC_SEND)  // once, where several kernels share a source
 #define MHC_SEND
@@ -23,6 +24,9 @@ __forceinline__ __device__ void mhc_send(
       "}\\n" ::"r"(__float_as_uint(a)), "r"(__float_as_uint(b)), "r"(__float_as_uint(c)), "r"(__float_as_uint(d)),
       "r"((unsigned)__cvta_generic_to_shared(to)), "r"((unsigned)__cvta_generic_to_shared(&barrier)), "r"(rank)
       : "memory");
+}
+__forceinline__ __device__ void mhc_prefetch(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 #endif
 """

@@ -269,14 +269,14 @@ def dot_tile(plan, x_words, slot, fn, w, pairs, odd, top, partial, count, rank, 
 
 
 @T.macro
-def clear(acc):
+def clear(acc, at=0):
     for e in T.unroll(4):
-        acc[e] = 0.0
+        acc[at + e] = 0.0
 
 
 @T.macro
-def multiply(a, a_at, b, b_at, acc):
-    """acc[16 x 8] += a[16 x 16] @ b[16 x 8], a lane's registers of a and b beginning at the offsets."""
+def multiply(a, a_at, b, b_at, acc, at=0):
+    """acc[16 x 8] += a[16 x 16] @ b[16 x 8], a lane's registers beginning at the offsets."""
     T.ptx_mma(
-        "float32", "m16n8k16", "row", "col", "bf16", "bf16", "fp32", a.data, a_at, b.data, b_at, acc.data, 0, False
+        "float32", "m16n8k16", "row", "col", "bf16", "bf16", "fp32", a.data, a_at, b.data, b_at, acc.data, at, False
     )

@@ -70,8 +70,8 @@ class Victim:
 VICTIMS = (
     # a cluster's first meeting, of workers and of comb's warp; one warp's lanes, which its shuffles order here
     Victim("pre_broadcast-fused", 64, 11, BARRIER, 3),
-    # one that holds the compiler back, one that only more steps than a batch would need, one warp's lanes, as above
-    Victim("post_pre", 512, 47, BARRIER, 3),
+    # two that hold the compiler back, one that only more steps than a batch would need, one warp's lanes, as above
+    Victim("post_pre", 512, 47, BARRIER, 4),
 )
 
 
