@@ -133,7 +133,7 @@ class Cubins:
 
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
-OTHER_SPILL_BYTES = {"quad": 512}  # 488 were seen with 0.1.15, at H 512
+OTHER_SPILL_BYTES = {"quad": 1024}  # 912 were seen with 0.1.15, at H 4096
 
 
 @pytest.mark.parametrize("cubins", [Cubins(h) for h in (SMALL, SMALL_QUAD, *REAL)], ids=str)
