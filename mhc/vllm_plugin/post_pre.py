@@ -17,7 +17,7 @@ from mhc.vllm_plugin.selfcheck import FN_ERROR, TOKENS, Rejected, compare, full_
 
 logger = logging.getLogger("vllm.plugins.mhc")
 
-CHOICES = ("vllm", "ours")  # ours is faster at few tokens only, and its tokens part: vLLM's is the default
+CHOICES = ("vllm", "ours")  # ours is slower at 256 to 1024 tokens, and its tokens part: vLLM's is the default
 ALL_TOKENS = 10**9
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]  # residual [T, hc, H], post [T, hc, 1], comb [T, hc, hc], layer input

@@ -220,29 +220,6 @@ template <int matrices, bool transposed> static inline void emu_ldmatrix(const v
   static inline void ptx_ldmatrix_x##n##_trans(const void* p, void* r, EMU_LINE) { emu_ldmatrix<n, true>(p, r, line); }
 EMU_LDMATRIX(1) EMU_LDMATRIX(2) EMU_LDMATRIX(4)
 
-// stmatrix, the other way round: every lane gives its pairs, and the last one to come stores row r of matrix i where
-// lane 8i + r points.
-template <int matrices, bool transposed> static inline void emu_stmatrix(void* row, const uint32_t* pairs, int line) {
-  if (emu::self->warp().alive != ~0u) emu::fail("stmatrix needs all 32 lanes");
-  struct { void* row; uint32_t pairs[matrices]; } mine;
-  mine.row = row;
-  memcpy(mine.pairs, pairs, sizeof mine.pairs);
-  emu::exchange(~0u, &mine, sizeof mine, "stmatrix", line, [](emu::Slot* slots) {
-    for (int l = 0; l < 32; l++)
-      for (int i = 0; i < matrices; i++)
-        for (int half = 0; half < 2; half++) {
-          int r = l / 4, c = 2 * (l % 4) + half;
-          uint16_t* to;
-          memcpy(&to, &slots[8 * i + (transposed ? c : r)], sizeof to);
-          memcpy(to + (transposed ? r : c), slots[l].bytes + sizeof to + 4 * i + 2 * half, 2);
-        }
-  });
-}
-static inline void ptx_stmatrix_x4_trans(void* p, uint32_t a, uint32_t b, uint32_t c, uint32_t d, EMU_LINE) {
-  uint32_t pairs[] = {a, b, c, d};
-  emu_stmatrix<4, true>(p, pairs, line);
-}
-
 enum class DataType { kBFloat16, kFloat32, kTensorFloat32 };
 
 // mma.sync m16n8k16 (bf16) and m16n8k8 (tf32), the same picture in 32-bit registers of p elements: with g = lane / 4
