@@ -16,7 +16,7 @@ def points(*rows: tuple[str, str, int, str, str, float]) -> pd.DataFrame:
 
 
 def judged(frame: pd.DataFrame, label: str, tokens: int) -> tuple[float, bool] | None:
-    (verdict,) = [v for v in targets.verdicts(frame) if v.target.startswith(label) and v.T == tokens]
+    (verdict,) = [v for v in targets.verdicts(frame) if v.target.startswith(label) and tokens == v.T]
     return None if verdict.ratio is None else (round(verdict.ratio.value, 6), bool(verdict.met))
 
 
