@@ -105,12 +105,11 @@ def verdicts(points: pd.DataFrame) -> list[Verdict]:
             cost = float(np.median(samples(host, op=op, impl=impl)))
             label = f"{impl}, {op}: host cost a call in us"
             found.append(Verdict(label, 0, HOST_COST_US, Ratio(cost, cost, cost), cost <= HOST_COST_US))
-    published = points[points.op == "first_pre"]  # the pair is another op
-    published = published[published.protocol == "published"] if "protocol" in points else published.iloc[:0]
+    published = points[(points.get("protocol") == "published")] if "protocol" in points else points.iloc[:0]
     for impl in ("mhc_fused", "mhc_table", "mhc_collapsed"):
         for tokens in sorted(published["T"].unique()):
-            ours = samples(published, impl=impl, T=tokens)
-            theirs = samples(published, impl="vllm_repeat", T=tokens)
+            ours = samples(published, op="first_pre", impl=impl, T=tokens)
+            theirs = samples(published, op="first_pre", impl="vllm_repeat", T=tokens)
             if min(len(ours), len(theirs)) >= 2:
                 value = ratio(theirs, ours)
                 label = f"{impl} against vllm_repeat, eager by the published protocol"
